@@ -1,0 +1,129 @@
+//! The options, validated. PARAMETERS.md has a paragraph on each; the names are Python's too.
+
+use crate::error::{Error, Result};
+use crate::rows::Dtype;
+
+/// Which tokens a step attends to exactly, besides sink and window.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Selection {
+    /// The best tokens of the candidate pages.
+    Tokens,
+    /// Whole pages, ranked by their best token for each query head in turn (the paper).
+    Pages,
+}
+
+/// What stands for everything that is not attended exactly.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tail {
+    /// Counts, mean keys and mean values of tree nodes.
+    Summary,
+    /// Nothing: softmax is taken over the exact tokens alone.
+    Drop,
+}
+
+/// Shape of a tree.
+#[derive(Debug, Clone, PartialEq)]
+pub struct TreeOptions {
+    pub page_size: usize,
+    pub page_capacity: usize,
+    pub fanout: usize,
+    pub refine_passes: usize,
+    pub summary_dtype: Dtype,
+    pub seed: u64,
+}
+
+/// Options of a layer.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Options {
+    pub token_budget: usize,
+    pub sink_tokens: usize,
+    pub window_tokens: usize,
+    pub candidate_factor: usize,
+    pub open_fraction: f32,
+    pub field_of_view: usize,
+    pub selection: Selection,
+    pub tail: Tail,
+    pub dense_below: usize,
+    /// 0: all that the process may use.
+    pub num_threads: usize,
+    pub tree: TreeOptions,
+}
+
+impl Default for TreeOptions {
+    fn default() -> Self {
+        Self {
+            page_size: 6,
+            page_capacity: 12,
+            fanout: 8,
+            refine_passes: 2,
+            summary_dtype: Dtype::F16,
+            seed: 0,
+        }
+    }
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Self {
+            token_budget: 64,
+            sink_tokens: 32,
+            window_tokens: 64,
+            candidate_factor: 8,
+            open_fraction: 0.5,
+            field_of_view: 32,
+            selection: Selection::Tokens,
+            tail: Tail::Summary,
+            dense_below: 0,
+            num_threads: 0,
+            tree: TreeOptions::default(),
+        }
+    }
+}
+
+impl TreeOptions {
+    pub fn validate(&self) -> Result<()> {
+        at_least("page_size", self.page_size, 1)?;
+        at_least("page_capacity", self.page_capacity, self.page_size)?;
+        at_least("fanout", self.fanout, 2)
+    }
+}
+
+impl Options {
+    pub fn validate(&self) -> Result<()> {
+        at_least("token_budget", self.token_budget, 1)?;
+        at_least("window_tokens", self.window_tokens, 1)?;
+        at_least("candidate_factor", self.candidate_factor, 1)?;
+        at_least("field_of_view", self.field_of_view, 1)?;
+        if !(self.open_fraction > 0.0 && self.open_fraction <= 1.0) {
+            return Err(Error::Config {
+                option: "open_fraction",
+                expected: "above 0 and at most 1".into(),
+                got: self.open_fraction.to_string(),
+            });
+        }
+        if self.selection == Selection::Pages && self.tail == Tail::Summary {
+            return Err(Error::Config {
+                option: "tail",
+                expected: "\"drop\" with selection \"pages\"".into(),
+                got: "\"summary\"".into(),
+            });
+        }
+        self.tree.validate()
+    }
+
+    /// Keys of the index scored exactly in one step.
+    pub fn candidates(&self) -> usize {
+        self.token_budget.saturating_mul(self.candidate_factor)
+    }
+}
+
+fn at_least(option: &'static str, got: usize, low: usize) -> Result<()> {
+    if got >= low {
+        return Ok(());
+    }
+    Err(Error::Config {
+        option,
+        expected: format!("at least {low}"),
+        got: got.to_string(),
+    })
+}

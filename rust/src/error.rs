@@ -1,0 +1,61 @@
+//! Everything that can go wrong, in one enum. Messages say what was expected and what came.
+
+use crate::rows::Dtype;
+
+/// An error of the cache or the index. Whatever the variant, what was stored before is intact.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub enum Error {
+    /// An option is outside its range.
+    #[error("{option} must be {expected}, got {got}")]
+    Config {
+        option: &'static str,
+        expected: String,
+        got: String,
+    },
+    /// An array has another shape than the call needs.
+    #[error("{what} must have shape {expected}, got {got}")]
+    Shape {
+        what: &'static str,
+        expected: String,
+        got: String,
+    },
+    /// An array has another element type than what is stored.
+    #[error("{what} must be {expected} like the cache, got {got}")]
+    Dtype {
+        what: &'static str,
+        expected: Dtype,
+        got: Dtype,
+    },
+    /// NaN or infinity: it would spread through the softmax, and no distance to it is defined.
+    #[error("{what} must be finite, got {value} at head {head}, token {token}")]
+    NotFinite {
+        what: &'static str,
+        head: usize,
+        token: usize,
+        value: f32,
+    },
+    /// Attention needs at least one stored token.
+    #[error("nothing is stored yet: call prefill or append before {call}")]
+    Empty { call: &'static str },
+    /// A crop asks to keep more tokens than there are.
+    #[error("crop keeps the first n tokens: n must be at most {stored}, got {asked}")]
+    Crop { stored: usize, asked: usize },
+    /// More query positions than the window still holds in order of position.
+    #[error("{call} takes the last {most} positions at most, got {got}")]
+    TooManyQueries {
+        call: &'static str,
+        most: usize,
+        got: usize,
+    },
+    /// Token positions are 32-bit.
+    #[error("a sequence holds at most {most} tokens, got {got}")]
+    TooLong { most: usize, got: usize },
+    /// `check()` found a broken invariant: a defect of the library, please report it.
+    #[error("broken invariant: {0}")]
+    Invariant(String),
+    /// An earlier panic left this object in an unknown state.
+    #[error("this cache failed inside an earlier call and cannot be used any more: {0}")]
+    Poisoned(String),
+}
+
+pub type Result<T> = std::result::Result<T, Error>;

@@ -1,0 +1,20 @@
+//! Names for the numbers that must not be mixed up.
+
+/// Position of a token in its sequence; for a bare index, the order of insertion.
+pub type KeyId = u32;
+
+/// A page of a [`crate::pages::PagePool`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct PageId(pub u32);
+
+impl PageId {
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Index of a node inside its level. Levels are dense: nodes `0..len` all exist.
+pub type NodeId = u32;
+
+/// The parent of the nodes of the top level.
+pub const NO_PARENT: NodeId = NodeId::MAX;

@@ -1,0 +1,456 @@
+//! Rows of numbers in f32, f16 or bf16: borrowed ([`Rows`], [`Strided`]) and owned ([`RowStore`]).
+//!
+//! Element types are decided at run time, once per block of rows, so that nothing above this file
+//! is generic over them.
+
+use half::{bf16, f16};
+
+/// Element type of stored rows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Dtype {
+    F32,
+    F16,
+    Bf16,
+}
+
+impl Dtype {
+    pub fn bytes(self) -> usize {
+        match self {
+            Self::F32 => 4,
+            Self::F16 | Self::Bf16 => 2,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::F32 => "f32",
+            Self::F16 => "f16",
+            Self::Bf16 => "bf16",
+        }
+    }
+
+    pub fn from_name(name: &str) -> Option<Self> {
+        [Self::F32, Self::F16, Self::Bf16]
+            .into_iter()
+            .find(|dtype| dtype.name() == name)
+    }
+}
+
+impl std::fmt::Display for Dtype {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// A stored element. Conversion to f32 is exact for every finite value and vectorises.
+pub trait Element: Copy + Send + Sync + 'static {
+    fn to_f32(self) -> f32;
+    /// Nearest representable value; finite values beyond the range become the largest ones.
+    fn from_f32(value: f32) -> Self;
+}
+
+impl Element for f32 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        value
+    }
+}
+
+impl Element for f16 {
+    /// Shifts exponent and mantissa into place and rescales by 2^112: right for zero, subnormal
+    /// and normal numbers, without a branch. NaN and infinity never get into a store.
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        let bits = u32::from(self.to_bits());
+        let magnitude = f32::from_bits((bits & 0x7fff) << 13) * f32::from_bits(0x7780_0000);
+        f32::from_bits(magnitude.to_bits() | ((bits & 0x8000) << 16))
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        f16::from_f32(value.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const()))
+    }
+}
+
+impl Element for bf16 {
+    #[inline(always)]
+    fn to_f32(self) -> f32 {
+        f32::from_bits(u32::from(self.to_bits()) << 16)
+    }
+    #[inline(always)]
+    fn from_f32(value: f32) -> Self {
+        bf16::from_f32(value.clamp(bf16::MIN.to_f32_const(), bf16::MAX.to_f32_const()))
+    }
+}
+
+/// The elements of a block of rows.
+#[derive(Debug, Clone, Copy)]
+pub enum Elements<'a> {
+    F32(&'a [f32]),
+    F16(&'a [f16]),
+    Bf16(&'a [bf16]),
+}
+
+/// The row of a store without columns, whatever its type.
+pub const NO_ELEMENTS: Elements<'static> = Elements::F32(&[]);
+
+/// Runs an expression with `$x` bound to the typed slice (or vector) inside.
+macro_rules! typed {
+    ($kind:ident, $value:expr, $x:ident => $body:expr) => {
+        match $value {
+            $kind::F32($x) => $body,
+            $kind::F16($x) => $body,
+            $kind::Bf16($x) => $body,
+        }
+    };
+}
+pub(crate) use typed;
+
+impl<'a> Elements<'a> {
+    fn slice(self, range: std::ops::Range<usize>) -> Self {
+        match self {
+            Self::F32(x) => Self::F32(&x[range]),
+            Self::F16(x) => Self::F16(&x[range]),
+            Self::Bf16(x) => Self::Bf16(&x[range]),
+        }
+    }
+}
+
+/// Contiguous rows of `dim` elements each.
+#[derive(Debug, Clone, Copy)]
+pub struct Rows<'a> {
+    pub dim: usize,
+    pub len: usize,
+    pub elements: Elements<'a>,
+}
+
+impl<'a> Rows<'a> {
+    pub fn slice(self, range: std::ops::Range<usize>) -> Self {
+        Self {
+            dim: self.dim,
+            len: range.len(),
+            elements: self
+                .elements
+                .slice(range.start * self.dim..range.end * self.dim),
+        }
+    }
+
+    pub fn row(self, i: usize) -> Elements<'a> {
+        self.elements.slice(i * self.dim..(i + 1) * self.dim)
+    }
+}
+
+/// Copies one row to f32.
+pub fn to_f32(row: Elements<'_>, out: &mut [f32]) {
+    typed!(Elements, row, x => out.iter_mut().zip(x).for_each(|(o, &v)| *o = Element::to_f32(v)));
+}
+
+/// The rows of one head inside an array of any strides whose rows are contiguous.
+#[derive(Debug, Clone, Copy)]
+pub struct Strided<'a> {
+    pub dim: usize,
+    pub len: usize,
+    /// Elements from one row to the next, at least `dim` unless there is one row.
+    pub stride: usize,
+    pub elements: Elements<'a>,
+}
+
+impl<'a> Strided<'a> {
+    pub fn row(self, i: usize) -> Elements<'a> {
+        self.elements
+            .slice(i * self.stride..i * self.stride + self.dim)
+    }
+
+    /// The first rows.
+    pub fn first(self, len: usize) -> Self {
+        Self { len, ..self }
+    }
+
+    pub fn dtype(self) -> Dtype {
+        match self.elements {
+            Elements::F32(_) => Dtype::F32,
+            Elements::F16(_) => Dtype::F16,
+            Elements::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
+    /// The first element that is NaN or infinite: its row and value.
+    pub fn not_finite(self) -> Option<(usize, f32)> {
+        (0..self.len)
+            .find_map(|i| typed!(Elements, self.row(i), x => not_finite(x)).map(|value| (i, value)))
+    }
+}
+
+fn not_finite<T: Element + IsFinite>(row: &[T]) -> Option<f32> {
+    // One pass without branches, so that it vectorises; the search runs only on bad input.
+    if row.iter().fold(true, |ok, &x| ok & x.finite()) {
+        return None;
+    }
+    row.iter().find(|x| !x.finite()).map(|x| x.exact())
+}
+
+/// Finiteness by bits: [`Element::to_f32`] is only defined for finite values.
+trait IsFinite: Copy {
+    fn finite(self) -> bool;
+    fn exact(self) -> f32;
+}
+
+impl IsFinite for f32 {
+    #[inline(always)]
+    fn finite(self) -> bool {
+        self.is_finite()
+    }
+    fn exact(self) -> f32 {
+        self
+    }
+}
+
+impl IsFinite for f16 {
+    #[inline(always)]
+    fn finite(self) -> bool {
+        self.to_bits() & 0x7c00 != 0x7c00
+    }
+    fn exact(self) -> f32 {
+        f16::to_f32(self)
+    }
+}
+
+impl IsFinite for bf16 {
+    #[inline(always)]
+    fn finite(self) -> bool {
+        self.to_bits() & 0x7f80 != 0x7f80
+    }
+    fn exact(self) -> f32 {
+        bf16::to_f32(self)
+    }
+}
+
+/// Owned elements of one type.
+#[derive(Debug, Clone)]
+pub enum Buffer {
+    F32(Vec<f32>),
+    F16(Vec<f16>),
+    Bf16(Vec<bf16>),
+}
+
+impl Buffer {
+    pub fn with_capacity(dtype: Dtype, elements: usize) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32(Vec::with_capacity(elements)),
+            Dtype::F16 => Self::F16(Vec::with_capacity(elements)),
+            Dtype::Bf16 => Self::Bf16(Vec::with_capacity(elements)),
+        }
+    }
+
+    /// All zeros, exactly as long as asked.
+    pub fn zeros(dtype: Dtype, elements: usize) -> Self {
+        match dtype {
+            Dtype::F32 => Self::F32(vec![0.0; elements]),
+            Dtype::F16 => Self::F16(vec![f16::ZERO; elements]),
+            Dtype::Bf16 => Self::Bf16(vec![bf16::ZERO; elements]),
+        }
+    }
+
+    pub fn as_elements(&self) -> Elements<'_> {
+        match self {
+            Self::F32(x) => Elements::F32(x),
+            Self::F16(x) => Elements::F16(x),
+            Self::Bf16(x) => Elements::Bf16(x),
+        }
+    }
+
+    /// Overwrites from `at` on. The type must be the buffer's own.
+    pub fn write(&mut self, at: usize, row: Elements<'_>) {
+        match (self, row) {
+            (Self::F32(x), Elements::F32(row)) => x[at..at + row.len()].copy_from_slice(row),
+            (Self::F16(x), Elements::F16(row)) => x[at..at + row.len()].copy_from_slice(row),
+            (Self::Bf16(x), Elements::Bf16(row)) => x[at..at + row.len()].copy_from_slice(row),
+            (_, Elements::F32([])) => {}
+            _ => panic!("a row of another dtype than its store"),
+        }
+    }
+
+    pub fn copy_within(&mut self, range: std::ops::Range<usize>, to: usize) {
+        typed!(Buffer, self, x => x.copy_within(range, to));
+    }
+
+    pub fn bytes(&self) -> usize {
+        typed!(Buffer, self, x => x.capacity() * element_size(x))
+    }
+}
+
+/// Room for `more` elements, grown by an eighth at a time: memory counts more here than the copies
+/// that doubling saves.
+pub fn make_room<T>(vec: &mut Vec<T>, more: usize) {
+    if vec.capacity() - vec.len() < more {
+        vec.reserve_exact(more.max(vec.len() / 8));
+    }
+}
+
+fn extend_f32<T: Element>(to: &mut Vec<T>, row: &[f32]) {
+    to.extend(row.iter().map(|&value| T::from_f32(value)));
+}
+
+fn element_size<T>(_: &[T]) -> usize {
+    size_of::<T>()
+}
+
+/// A growing sequence of rows of one element type.
+#[derive(Debug, Clone)]
+pub struct RowStore {
+    dtype: Dtype,
+    dim: usize,
+    len: usize,
+    data: Buffer,
+}
+
+impl RowStore {
+    pub fn new(dtype: Dtype, dim: usize) -> Self {
+        Self::with_capacity(dtype, dim, 0)
+    }
+
+    pub fn with_capacity(dtype: Dtype, dim: usize, rows: usize) -> Self {
+        Self {
+            dtype,
+            dim,
+            len: 0,
+            data: Buffer::with_capacity(dtype, rows * dim),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.len
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    pub fn rows(&self) -> Rows<'_> {
+        Rows {
+            dim: self.dim,
+            len: self.len,
+            elements: self.data.as_elements(),
+        }
+    }
+
+    pub fn row(&self, i: usize) -> Elements<'_> {
+        self.rows().row(i)
+    }
+
+    pub fn strided(&self) -> Strided<'_> {
+        Strided {
+            dim: self.dim,
+            len: self.len,
+            stride: self.dim,
+            elements: self.data.as_elements(),
+        }
+    }
+
+    /// Appends a row of the store's own type, bit for bit.
+    pub fn push(&mut self, row: Elements<'_>) {
+        typed!(Buffer, &mut self.data, x => make_room(x, self.dim));
+        match (&mut self.data, row) {
+            (Buffer::F32(x), Elements::F32(row)) => x.extend_from_slice(row),
+            (Buffer::F16(x), Elements::F16(row)) => x.extend_from_slice(row),
+            (Buffer::Bf16(x), Elements::Bf16(row)) => x.extend_from_slice(row),
+            _ => panic!("a row of another dtype than its store"),
+        }
+        self.len += 1;
+    }
+
+    /// Appends a row rounded from f32.
+    pub fn push_f32(&mut self, row: &[f32]) {
+        typed!(Buffer, &mut self.data, x => make_room(x, self.dim));
+        typed!(Buffer, &mut self.data, x => extend_f32(x, row));
+        self.len += 1;
+    }
+
+    /// Overwrites a row, rounded from f32.
+    pub fn set_f32(&mut self, i: usize, row: &[f32]) {
+        let range = i * self.dim..(i + 1) * self.dim;
+        typed!(Buffer, &mut self.data, x => {
+            x[range].iter_mut().zip(row).for_each(|(o, &v)| *o = Element::from_f32(v));
+        });
+    }
+
+    pub fn swap_remove(&mut self, i: usize) {
+        let (dim, last) = (self.dim, self.len - 1);
+        self.data.copy_within(last * dim..(last + 1) * dim, i * dim);
+        self.truncate(last);
+    }
+
+    pub fn truncate(&mut self, rows: usize) {
+        self.len = self.len.min(rows);
+        let elements = self.len * self.dim;
+        typed!(Buffer, &mut self.data, x => x.truncate(elements));
+    }
+
+    /// Removes the first rows and gives back memory that is more than twice what is left.
+    pub fn drop_front(&mut self, rows: usize) {
+        self.len -= rows;
+        let (gone, keep) = (rows * self.dim, self.len * self.dim);
+        typed!(Buffer, &mut self.data, x => {
+            x.drain(..gone);
+            if x.capacity() > 2 * keep {
+                x.shrink_to(keep);
+            }
+        });
+    }
+
+    /// Bytes held, unused capacity included.
+    pub fn bytes(&self) -> usize {
+        self.data.bytes()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn f16_conversion_is_exact_for_every_finite_number() {
+        for bits in 0..=u16::MAX {
+            let x = f16::from_bits(bits);
+            if x.is_finite() {
+                let ours = Element::to_f32(x);
+                assert_eq!(ours.to_bits(), f16::to_f32(x).to_bits(), "{bits:#x}");
+            }
+            assert_eq!(x.finite(), x.is_finite());
+            assert_eq!(
+                bf16::from_bits(bits).finite(),
+                bf16::from_bits(bits).is_finite()
+            );
+        }
+    }
+
+    #[test]
+    fn rounding_saturates_instead_of_overflowing() {
+        assert_eq!(<f16 as Element>::from_f32(1e9), f16::MAX);
+        assert_eq!(<f16 as Element>::from_f32(-1e9), f16::MIN);
+    }
+
+    #[test]
+    fn store_edits() {
+        let mut store = RowStore::new(Dtype::F32, 2);
+        for i in 0..5 {
+            store.push_f32(&[i as f32, 10.0 + i as f32]);
+        }
+        store.swap_remove(1);
+        store.drop_front(1);
+        let mut out = [0.0; 2];
+        to_f32(store.row(0), &mut out);
+        assert_eq!((store.len(), out), (3, [4.0, 14.0]));
+    }
+}

@@ -1,0 +1,190 @@
+//! Dot products, weighted sums and exponentials over rows. One file per instruction set, chosen
+//! once at run time; `ICECACHE_SIMD=scalar|avx2|avx512` overrides the choice.
+//!
+//! Rows are read by `index`, or all in order where it is `None`. Outputs of several queries lie
+//! `stride` apart: query `g`, row `i` is at `g * stride + i`.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
+mod scalar;
+
+use crate::rows::Rows;
+use std::sync::OnceLock;
+
+type Dots = unsafe fn(&[f32], Rows<'_>, Option<&[u32]>, &mut [f32], usize);
+type WeightedSum = unsafe fn(&[f32], usize, Rows<'_>, Option<&[u32]>, &mut [f32]);
+type Exp = unsafe fn(&mut [f32], f32) -> f32;
+
+struct Kernels {
+    name: &'static str,
+    dots: Dots,
+    weighted_sum: WeightedSum,
+    exp: Exp,
+}
+
+const SCALAR: Kernels = Kernels {
+    name: "scalar",
+    dots: scalar::dots,
+    weighted_sum: scalar::weighted_sum,
+    exp: scalar::exp,
+};
+
+/// What this CPU can run, best first.
+fn supported() -> Vec<Kernels> {
+    let mut list = Vec::new();
+    #[cfg(target_arch = "x86_64")]
+    {
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        let avx512 = is_x86_feature_detected!("avx512f")
+            && is_x86_feature_detected!("avx512bw")
+            && is_x86_feature_detected!("avx512vl")
+            && is_x86_feature_detected!("avx512dq");
+        if avx2 && avx512 {
+            list.push(Kernels {
+                name: "avx512",
+                dots: avx512::dots,
+                weighted_sum: avx512::weighted_sum,
+                exp: avx512::exp,
+            });
+        }
+        if avx2 {
+            list.push(Kernels {
+                name: "avx2",
+                dots: avx2::dots,
+                weighted_sum: avx2::weighted_sum,
+                exp: avx2::exp,
+            });
+        }
+    }
+    list.push(SCALAR);
+    list
+}
+
+fn chosen() -> &'static Kernels {
+    static CHOSEN: OnceLock<Kernels> = OnceLock::new();
+    CHOSEN.get_or_init(|| {
+        let wanted = std::env::var("ICECACHE_SIMD").ok();
+        let mut list = supported();
+        let place = wanted.and_then(|name| list.iter().position(|k| k.name == name));
+        list.swap_remove(place.unwrap_or(0))
+    })
+}
+
+/// Name of the instruction set in use.
+pub fn name() -> &'static str {
+    chosen().name
+}
+
+/// `out[g, i] = queries[g] . row i`; `queries` is [g, dim], `out` at least [g, stride].
+pub fn dots(
+    queries: &[f32],
+    rows: Rows<'_>,
+    index: Option<&[u32]>,
+    out: &mut [f32],
+    stride: usize,
+) {
+    // SAFETY: `supported` lists a kernel only where the CPU has its instruction set; the kernel
+    // itself is safe code that checks its bounds.
+    unsafe { (chosen().dots)(queries, rows, index, out, stride) }
+}
+
+/// `out[g] += sum over i of weights[g, i] * row i`; `out` is [g, dim].
+pub fn weighted_sum(
+    weights: &[f32],
+    stride: usize,
+    rows: Rows<'_>,
+    index: Option<&[u32]>,
+    out: &mut [f32],
+) {
+    // SAFETY: as in `dots`.
+    unsafe { (chosen().weighted_sum)(weights, stride, rows, index, out) }
+}
+
+/// Replaces every x by exp(x - max) and returns their sum. `max` must not be below any x.
+pub fn exp(x: &mut [f32], max: f32) -> f32 {
+    // SAFETY: as in `dots`.
+    unsafe { (chosen().exp)(x, max) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::rows::{Dtype, RowStore, to_f32};
+    use proptest::prelude::*;
+
+    fn numbers(random: &mut Random, n: usize) -> Vec<f32> {
+        (0..n)
+            .map(|_| random.below(4001) as f32 / 1000.0 - 2.0)
+            .collect()
+    }
+
+    proptest! {
+        #[test]
+        fn every_set_agrees_with_plain_sums(
+            seed in any::<u64>(), dim in 0usize..70, g in 1usize..9, n in 0usize..40,
+            gather in any::<bool>(), dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
+        ) {
+            let mut random = Random::new(seed, 1);
+            let mut store = RowStore::new(dtype, dim);
+            for _ in 0..n { store.push_f32(&numbers(&mut random, dim)); }
+            let queries = numbers(&mut random, g * dim);
+            let index: Option<Vec<u32>> =
+                gather.then(|| (0..n / 2).map(|_| random.below(n) as u32).collect());
+            let count = index.as_ref().map_or(n, Vec::len);
+            let stride = count + 3;
+            let weights = numbers(&mut random, g * stride);
+            let plain: Vec<Vec<f32>> = (0..count).map(|i| {
+                let mut row = vec![0.0; dim];
+                to_f32(store.row(index.as_ref().map_or(i, |x| x[i] as usize)), &mut row);
+                row
+            }).collect();
+            for kernels in supported() {
+                let mut out = vec![7.0; g * stride];
+                // SAFETY: `supported` checked the CPU.
+                unsafe { (kernels.dots)(&queries, store.rows(), index.as_deref(), &mut out, stride) };
+                let mut sums = vec![1.0; g * dim];
+                // SAFETY: as above.
+                unsafe { (kernels.weighted_sum)(&weights, stride, store.rows(), index.as_deref(), &mut sums) };
+                for q in 0..g {
+                    for i in 0..count {
+                        let want: f32 = (0..dim).map(|d| queries[q * dim + d] * plain[i][d]).sum();
+                        prop_assert!((out[q * stride + i] - want).abs() <= 1e-3, "{}", kernels.name);
+                    }
+                    for i in count..stride { prop_assert_eq!(out[q * stride + i], 7.0); }
+                    for d in 0..dim {
+                        let want: f32 = 1.0 + (0..count).map(|i| weights[q * stride + i] * plain[i][d]).sum::<f32>();
+                        prop_assert!((sums[q * dim + d] - want).abs() <= 1e-3, "{}", kernels.name);
+                    }
+                }
+            }
+        }
+
+        #[test]
+        fn exp_is_exp(seed in any::<u64>(), n in 0usize..70) {
+            let mut random = Random::new(seed, 2);
+            let x: Vec<f32> = (0..n).map(|_| -(random.below(100_000) as f32) / 1000.0).collect();
+            for kernels in supported() {
+                let mut y = x.clone();
+                // SAFETY: `supported` checked the CPU.
+                let sum = unsafe { (kernels.exp)(&mut y, 0.0) };
+                for (&x, &y) in x.iter().zip(&y) {
+                    let want = f64::from(x).exp();
+                    prop_assert!((f64::from(y) - want).abs() <= 4e-7 * want + 2e-38, "{} {x} {y}", kernels.name);
+                }
+                let want: f32 = y.iter().sum();
+                prop_assert!((sum - want).abs() <= 1e-4 * want.max(1.0));
+            }
+        }
+    }
+
+    #[test]
+    fn exp_of_zero_is_one() {
+        let mut x = [3.0f32; 17];
+        assert_eq!(exp(&mut x, 3.0), 17.0);
+    }
+}

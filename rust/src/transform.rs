@@ -1,0 +1,106 @@
+//! From inner product to nearest neighbour: centring and one more coordinate.
+//!
+//! Paper section 3.1 (after Neyshabur and Srebro 2015): with `M` at least every key norm,
+//! `k -> [k, sqrt(M^2 - |k|^2)]` puts all keys on one sphere, so that the nearest keys to a query
+//! `[q, 0]` are those of largest inner product. Keys are first centred (`k - mu`): softmax does not
+//! see a constant added to every key, but distances, means and rounding do.
+
+use crate::rows::{Strided, to_f32};
+
+/// Keys are centred and lifted by one of these, fixed from the first bulk of keys on.
+#[derive(Debug, Clone)]
+pub struct Transform {
+    mean: Vec<f32>,
+    radius_squared: f32,
+}
+
+impl Transform {
+    /// The mean, and 1.01 times the largest centred norm, of `keys`.
+    pub fn fit(keys: Strided<'_>) -> Self {
+        let mut sum = vec![0.0f64; keys.dim];
+        let mut row = vec![0.0f32; keys.dim];
+        for i in 0..keys.len {
+            to_f32(keys.row(i), &mut row);
+            sum.iter_mut()
+                .zip(&row)
+                .for_each(|(s, &x)| *s += f64::from(x));
+        }
+        let count = keys.len.max(1) as f64;
+        let mean: Vec<f32> = sum.iter().map(|s| (s / count) as f32).collect();
+        let largest = (0..keys.len)
+            .map(|i| {
+                to_f32(keys.row(i), &mut row);
+                row.iter().zip(&mean).map(|(x, m)| (x - m) * (x - m)).sum()
+            })
+            .fold(0.0f32, f32::max);
+        Self {
+            mean,
+            radius_squared: 1.01 * 1.01 * largest,
+        }
+    }
+
+    /// mu, [dim].
+    pub fn mean(&self) -> &[f32] {
+        &self.mean
+    }
+
+    /// M, the radius of the sphere.
+    pub fn radius(&self) -> f32 {
+        self.radius_squared.sqrt()
+    }
+
+    /// Writes `k - mu` and returns its squared norm.
+    pub fn centre(&self, key: crate::rows::Elements<'_>, out: &mut [f32]) -> f32 {
+        to_f32(key, out);
+        let mut squared = 0.0;
+        for (x, m) in out.iter_mut().zip(&self.mean) {
+            *x -= m;
+            squared += *x * *x;
+        }
+        squared
+    }
+
+    /// The extra coordinate of a centred key; 0 for a key longer than M, whose link may then be a
+    /// little worse and nothing else.
+    pub fn lift(&self, norm_squared: f32) -> f32 {
+        (self.radius_squared - norm_squared).max(0.0).sqrt()
+    }
+
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>() + self.mean.capacity() * size_of::<f32>()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::rows::Elements;
+    use proptest::prelude::*;
+
+    proptest! {
+        #[test]
+        fn nearest_after_the_transform_is_largest_inner_product(seed in any::<u64>(), n in 2usize..60) {
+            let dim = 5;
+            let mut random = Random::new(seed, 0);
+            let mut number = || random.below(2001) as f32 / 500.0 - 2.0;
+            let keys: Vec<f32> = (0..n * dim).map(|_| number()).collect();
+            let query: Vec<f32> = (0..dim).map(|_| number()).collect();
+            let rows = Strided { dim, len: n, stride: dim, elements: Elements::F32(&keys) };
+            let transform = Transform::fit(rows);
+            let mut centred = vec![0.0; dim];
+            let mut best = (f32::INFINITY, f32::NEG_INFINITY);
+            let mut largest = f32::NEG_INFINITY;
+            for i in 0..n {
+                let squared = transform.centre(rows.row(i), &mut centred);
+                let lift = transform.lift(squared);
+                prop_assert!((squared + lift * lift - transform.radius_squared).abs() <= 1e-4 * transform.radius_squared);
+                let distance: f32 = centred.iter().zip(&query).map(|(k, q)| (k - q) * (k - q)).sum::<f32>() + lift * lift;
+                let product: f32 = keys[i * dim..][..dim].iter().zip(&query).map(|(k, q)| k * q).sum();
+                if distance < best.0 { best = (distance, product); }
+                largest = largest.max(product);
+            }
+            prop_assert!(best.1 >= largest - 1e-3 * largest.abs().max(1.0));
+        }
+    }
+}

@@ -1,0 +1,533 @@
+//! One KV head: sink rows, window rows, and the tree over all that lies between them.
+//!
+//! Every token is in exactly one of the three, by position: sink, then tree, then window. Before
+//! the first bulk there is no tree, and the window holds everything after the sink.
+
+use crate::attend::Softmax;
+use crate::config::{Options, Selection as Mode, Tail};
+use crate::error::{Error, Result};
+use crate::ids::KeyId;
+use crate::rows::{Dtype, RowStore, Rows, Strided};
+use crate::select::Selection;
+use crate::simd;
+use crate::tree::Tree;
+use crate::tree::build::Tokens;
+use crate::tree::insert::Inserter;
+use std::ops::Range;
+
+/// Tokens of the first tree; centring and transform are fixed from them. Until then all is exact.
+pub const FIRST_BULK: usize = 256;
+/// Tokens that leave the window together. After they have left, at least as many stay, so that a
+/// crop of this many stays inside the window.
+pub const BLOCK: usize = 32;
+/// Keys scored at a time by exact attention.
+const EXACT_ROWS: usize = 256;
+
+/// What the last step of a head did, and what it estimates of its misses (DESIGN section 4).
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Step {
+    /// Tokens attended exactly: sink, window and selected.
+    pub tokens_exact: usize,
+    /// Keys and mean keys read.
+    pub key_rows: usize,
+    /// Values and mean values read.
+    pub value_rows: usize,
+    /// Share of the estimated full softmax that was attended exactly, mean over the query heads.
+    pub mass_exact: f32,
+    /// First-order estimate of the relative output error, mean over the query heads.
+    pub error_estimate: f32,
+}
+
+/// Working memory of a step; one per thread, whatever the number of heads.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    softmax: Softmax,
+    selection: Selection,
+    logits: Vec<f32>,
+    exact_sum: Vec<f32>,
+    errors: Vec<f32>,
+}
+
+#[derive(Debug)]
+pub struct Head {
+    key_dim: usize,
+    value_dim: usize,
+    stream: u64,
+    sink_keys: RowStore,
+    sink_values: RowStore,
+    window_keys: RowStore,
+    window_values: RowStore,
+    /// Position of the first token of the window.
+    window_start: usize,
+    tree: Option<Tree>,
+    /// Positions selected by the last step.
+    selected: Vec<KeyId>,
+    step: Step,
+}
+
+impl Head {
+    pub fn new(dtype: Dtype, key_dim: usize, value_dim: usize, stream: u64) -> Self {
+        Self {
+            key_dim,
+            value_dim,
+            stream,
+            sink_keys: RowStore::new(dtype, key_dim),
+            sink_values: RowStore::new(dtype, value_dim),
+            window_keys: RowStore::new(dtype, key_dim),
+            window_values: RowStore::new(dtype, value_dim),
+            window_start: 0,
+            tree: None,
+            selected: Vec::new(),
+            step: Step::default(),
+        }
+    }
+
+    pub fn len(&self) -> usize {
+        self.window_start + self.window_keys.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub fn tree(&self) -> Option<&Tree> {
+        self.tree.as_ref()
+    }
+
+    pub fn sink_len(&self) -> usize {
+        self.sink_keys.len()
+    }
+
+    pub fn window_len(&self) -> usize {
+        self.window_keys.len()
+    }
+
+    pub fn step(&self) -> Step {
+        self.step
+    }
+
+    /// Positions attended exactly by the last step, ascending.
+    pub fn selected(&self) -> Vec<KeyId> {
+        let window = self.window_start as KeyId..self.len() as KeyId;
+        let mut positions: Vec<KeyId> = (0..self.sink_len() as KeyId).collect();
+        positions.extend_from_slice(&self.selected);
+        positions.extend(window);
+        positions.sort_unstable();
+        positions
+    }
+
+    // ---- storing ------------------------------------------------------------------------------
+
+    /// Appends one token. First moves the oldest block of an over-full window into the tree, so
+    /// that a step that is cropped away and done again leaves the state of having done it once.
+    pub fn append(&mut self, keys: Strided<'_>, values: Strided<'_>, i: usize, options: &Options) {
+        let window = options.window_tokens.max(BLOCK);
+        let full = window
+            + if self.tree.is_some() {
+                BLOCK
+            } else {
+                FIRST_BULK
+            };
+        if self.window_len() >= full {
+            self.index(self.window_len() - window, options, 1);
+        }
+        self.store(keys, values, i, options);
+    }
+
+    /// Appends tokens and indexes all but the window at once. `limit`: threads for a build.
+    pub fn append_bulk(
+        &mut self,
+        keys: Strided<'_>,
+        values: Strided<'_>,
+        options: &Options,
+        limit: usize,
+    ) {
+        (0..keys.len).for_each(|i| self.store(keys, values, i, options));
+        self.settle(options, limit);
+    }
+
+    /// Indexes what is beyond the window, if there is enough of it.
+    pub fn settle(&mut self, options: &Options, limit: usize) {
+        let window = options.window_tokens.max(BLOCK);
+        let least = if self.tree.is_some() {
+            BLOCK
+        } else {
+            FIRST_BULK
+        };
+        if self.window_len() >= window + least {
+            self.index(self.window_len() - window, options, limit);
+        }
+    }
+
+    /// Appends one token to sink or window.
+    pub fn store(&mut self, keys: Strided<'_>, values: Strided<'_>, i: usize, options: &Options) {
+        if self.window_start < options.sink_tokens && self.window_keys.is_empty() {
+            self.sink_keys.push(keys.row(i));
+            self.sink_values.push(values.row(i));
+            self.window_start += 1;
+        } else {
+            self.window_keys.push(keys.row(i));
+            self.window_values.push(values.row(i));
+        }
+    }
+
+    /// Moves the oldest `count` tokens of the window into the tree. A bulk as large as the tree
+    /// rebuilds it, so that chunks end with a tree as good as one built at once.
+    fn index(&mut self, count: usize, options: &Options, limit: usize) {
+        let first = self.window_start;
+        match &mut self.tree {
+            Some(tree) if count < tree.len => {
+                let mut inserter = Inserter::new(self.key_dim, self.value_dim);
+                for i in 0..count {
+                    let (key, value) = (self.window_keys.row(i), self.window_values.row(i));
+                    inserter.insert(tree, key, value, (first + i) as KeyId);
+                }
+            }
+            tree => {
+                let mut ids: Vec<KeyId> = (first as KeyId..(first + count) as KeyId).collect();
+                let rebuilt = tree.take().map(|tree| {
+                    let (mut old, mut keys, mut values) = tree.tokens_from(0);
+                    for i in 0..count {
+                        keys.push(self.window_keys.row(i));
+                        values.push(self.window_values.row(i));
+                    }
+                    old.append(&mut ids);
+                    ids = old;
+                    (keys, values)
+                });
+                let (keys, values) = match &rebuilt {
+                    Some((keys, values)) => (keys.strided(), values.strided()),
+                    None => (
+                        self.window_keys.strided().first(count),
+                        self.window_values.strided().first(count),
+                    ),
+                };
+                let ids = &ids;
+                let tokens = Tokens { keys, values, ids };
+                *tree = Some(Tree::build(tokens, &options.tree, self.stream, limit));
+            }
+        }
+        self.window_keys.drop_front(count);
+        self.window_values.drop_front(count);
+        self.window_start += count;
+    }
+
+    /// Keeps the first `n` tokens. Within the window nothing else changes; deeper, the tokens go
+    /// from the leaves, and the last ones left become the window again.
+    pub fn crop(&mut self, n: usize, options: &Options) {
+        self.selected.clear();
+        if n >= self.window_start {
+            self.window_keys.truncate(n - self.window_start);
+            self.window_values.truncate(n - self.window_start);
+            return;
+        }
+        self.window_keys.truncate(0);
+        self.window_values.truncate(0);
+        if n <= self.sink_len() {
+            self.tree = None;
+            self.sink_keys.truncate(n);
+            self.sink_values.truncate(n);
+            self.window_start = n;
+            return;
+        }
+        let tree = self
+            .tree
+            .as_mut()
+            .expect("tokens between sink and window are in the tree");
+        tree.remove_from(n as KeyId);
+        let window = options.window_tokens.max(BLOCK);
+        let first = n.saturating_sub(window).max(self.sink_keys.len());
+        let (_, keys, values) = tree.tokens_from(first as KeyId);
+        if !tree.remove_from(first as KeyId) {
+            self.tree = None;
+        }
+        (self.window_keys, self.window_values) = (keys, values);
+        self.window_start = first;
+    }
+
+    /// Calls `visit(position, key, value)` for every token, in no particular order.
+    pub fn for_each_token(
+        &self,
+        mut visit: impl FnMut(usize, crate::rows::Elements<'_>, crate::rows::Elements<'_>),
+    ) {
+        for i in 0..self.sink_len() {
+            visit(i, self.sink_keys.row(i), self.sink_values.row(i));
+        }
+        if let Some(tree) = &self.tree {
+            tree.for_each_token(|id, page, row| {
+                let (keys, values) = (tree.pages.keys(page), tree.pages.values(page));
+                visit(id as usize, keys.row(row), values.row(row));
+            });
+        }
+        for i in 0..self.window_len() {
+            let position = self.window_start + i;
+            visit(position, self.window_keys.row(i), self.window_values.row(i));
+        }
+    }
+
+    // ---- attending ----------------------------------------------------------------------------
+
+    /// Exact attention of `queries` [m, key_dim], scaled, over everything stored; query `i` sees
+    /// positions below `visible[i]`. `out` is [m, value_dim].
+    pub fn attend_exact(
+        &self,
+        queries: &[f32],
+        visible: &[usize],
+        scratch: &mut Scratch,
+        out: &mut [f32],
+    ) {
+        let Scratch {
+            softmax, logits, ..
+        } = scratch;
+        softmax.reset(visible.len(), self.value_dim);
+        let least = visible.iter().copied().min().unwrap_or(0);
+        let mut block = |keys: Rows<'_>, values: Rows<'_>, position: &dyn Fn(usize) -> usize| {
+            for start in (0..keys.len).step_by(EXACT_ROWS) {
+                let end = (start + EXACT_ROWS).min(keys.len);
+                let count = end - start;
+                logits.resize(visible.len() * count, 0.0);
+                simd::dots(queries, keys.slice(start..end), None, logits, count);
+                for (q, &visible) in visible.iter().enumerate().filter(|v| *v.1 < self.len()) {
+                    for (i, logit) in logits[q * count..][..count].iter_mut().enumerate() {
+                        if position(start + i) >= visible {
+                            *logit = f32::NEG_INFINITY;
+                        }
+                    }
+                }
+                softmax.add(logits, count, count, values.slice(start..end));
+            }
+        };
+        block(self.sink_keys.rows(), self.sink_values.rows(), &|i| i);
+        if let Some(tree) = &self.tree {
+            for &page in &tree.levels[0].pages {
+                let ids = tree.pages.ids(page);
+                let position = |i: usize| {
+                    // Tree positions lie before the window's: no need to look when all see them.
+                    if least >= self.window_start {
+                        0
+                    } else {
+                        ids[i] as usize
+                    }
+                };
+                block(tree.pages.keys(page), tree.pages.values(page), &position);
+            }
+        }
+        // The part of the window that no query sees is not read.
+        let seen = visible
+            .iter()
+            .copied()
+            .max()
+            .unwrap_or(0)
+            .saturating_sub(self.window_start);
+        let seen = 0..seen.min(self.window_len());
+        let window = (
+            self.window_keys.rows().slice(seen.clone()),
+            self.window_values.rows().slice(seen),
+        );
+        block(window.0, window.1, &|i| self.window_start + i);
+        for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
+            softmax.finish(q, out);
+        }
+    }
+
+    /// [`Head::attend_exact`] of one position as a step, with its statistics.
+    pub fn step_exact(
+        &mut self,
+        queries: &[f32],
+        visible: usize,
+        scratch: &mut Scratch,
+        out: &mut [f32],
+    ) {
+        let group = queries.len() / self.key_dim;
+        self.attend_exact(queries, &vec![visible; group], scratch, out);
+        self.selected.clear();
+        if let Some(tree) = &self.tree {
+            let selected = &mut self.selected;
+            tree.for_each_token(|id, _, _| selected.push(id));
+        }
+        self.step = Step {
+            tokens_exact: visible,
+            key_rows: visible,
+            value_rows: visible,
+            mass_exact: 1.0,
+            error_estimate: 0.0,
+        };
+    }
+
+    /// One decode step of one position (DESIGN section 2): `queries` [group, key_dim], scaled, see
+    /// positions below `visible`, which reaches into the window. `out` is [group, value_dim].
+    pub fn step_sparse(
+        &mut self,
+        queries: &[f32],
+        visible: usize,
+        options: &Options,
+        scratch: &mut Scratch,
+        out: &mut [f32],
+    ) {
+        let Scratch {
+            softmax,
+            selection,
+            logits,
+            exact_sum,
+            errors,
+        } = scratch;
+        let group = queries.len() / self.key_dim;
+
+        // 0. Sink and window, exactly.
+        softmax.reset(group, self.value_dim);
+        let sink = self.sink_len().min(visible);
+        let window = visible.saturating_sub(self.window_start);
+        for (keys, values, seen) in [
+            (&self.sink_keys, &self.sink_values, 0..sink),
+            (&self.window_keys, &self.window_values, 0..window),
+        ] {
+            let count = seen.len();
+            logits.resize(group * count, 0.0);
+            simd::dots(
+                queries,
+                keys.rows().slice(seen.clone()),
+                None,
+                logits,
+                count,
+            );
+            softmax.add(logits, count, count, values.rows().slice(seen));
+        }
+        let always = sink + window;
+        self.selected.clear();
+        self.step = Step {
+            tokens_exact: always,
+            key_rows: always,
+            value_rows: always,
+            mass_exact: 1.0,
+            error_estimate: 0.0,
+        };
+
+        if let Some(tree) = &self.tree {
+            // 1 to 4. Descend, score candidates, select.
+            let select = match options.selection {
+                Mode::Tokens => Selection::best_tokens,
+                Mode::Pages => Selection::best_pages,
+            };
+            select(
+                selection,
+                tree,
+                queries,
+                &softmax.max,
+                &softmax.sum,
+                options,
+            );
+            self.selected.extend_from_slice(&selection.positions);
+            self.step.tokens_exact += selection.rows.len();
+            self.step.key_rows += selection.key_rows;
+            self.step.value_rows += selection.rows.len();
+
+            // 5. Attend to the selected, then merge the tail.
+            let stride = selection.rows.len();
+            for &picked in &selection.picked {
+                let tokens: Range<usize> = picked.first..picked.last;
+                let page = tree.levels[0].pages[picked.leaf as usize];
+                softmax.add_weights(
+                    &mut selection.weights[tokens.start..],
+                    stride,
+                    &selection.max,
+                    tree.pages.values(page),
+                    &selection.rows[tokens],
+                );
+            }
+            exact_sum.clear();
+            exact_sum.extend_from_slice(&softmax.sum);
+            let exact_max = selection.max.clone();
+            errors.clear();
+            errors.resize(group, 0.0);
+            if options.tail == Tail::Summary {
+                for part in selection.summarised() {
+                    let level = &tree.levels[part.depth];
+                    let (nodes, count) = (&part.nodes, part.nodes.len());
+                    let values = level.values.rows();
+                    softmax.add_weights(&mut part.weights, count, &part.max, values, nodes);
+                    self.step.value_rows += count;
+                    for (q, error) in errors.iter_mut().enumerate() {
+                        let query = &queries[q * self.key_dim..][..self.key_dim];
+                        let norm = query.iter().map(|x| x * x).sum::<f32>();
+                        let per_radius = (norm / self.key_dim as f32).sqrt();
+                        let weights = &part.weights[q * count..][..count];
+                        let sum: f32 = weights
+                            .iter()
+                            .zip(nodes)
+                            .map(|(weight, &node)| {
+                                let scalars = &level.scalars[node as usize];
+                                let doubt = if part.keys_read {
+                                    1.0
+                                } else {
+                                    per_radius * scalars.key_radius
+                                };
+                                weight * doubt * scalars.value_spread
+                            })
+                            .sum();
+                        *error += sum;
+                    }
+                }
+            }
+            for q in 0..group {
+                let exact = exact_sum[q] * (exact_max[q] - softmax.max[q]).exp();
+                self.step.mass_exact += (exact / softmax.sum[q] - 1.0) / group as f32;
+            }
+        }
+        for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
+            softmax.finish(q, out);
+            if self.tree.is_some() {
+                let norm = out.iter().map(|x| x * x).sum::<f32>().sqrt();
+                let error = errors[q] / (softmax.sum[q] * norm.max(f32::MIN_POSITIVE));
+                self.step.error_estimate += error / group as f32;
+            }
+        }
+    }
+
+    // ---- measuring ----------------------------------------------------------------------------
+
+    /// Bytes of the keys and values alone.
+    pub fn row_bytes(&self) -> usize {
+        self.len() * (self.key_dim + self.value_dim) * self.sink_keys.dtype().bytes()
+    }
+
+    /// Bytes of everything held.
+    pub fn bytes(&self) -> usize {
+        let stores = [
+            &self.sink_keys,
+            &self.sink_values,
+            &self.window_keys,
+            &self.window_values,
+        ];
+        size_of::<Self>()
+            + stores.iter().map(|s| s.bytes()).sum::<usize>()
+            + self.selected.capacity() * size_of::<KeyId>()
+            + self.tree.as_ref().map_or(0, Tree::bytes)
+    }
+
+    /// Every invariant: those of the tree, and that each position is in exactly one place.
+    pub fn check(&self) -> Result<()> {
+        let broken = |what: String| Err(Error::Invariant(what));
+        let (sink, window) = (self.sink_len(), self.window_start);
+        if self.sink_values.len() != sink || self.window_values.len() != self.window_len() {
+            return broken("keys and values of different lengths".into());
+        }
+        let Some(tree) = &self.tree else {
+            if window != sink {
+                return broken(format!(
+                    "window starts at {window}, sink ends at {sink}, no tree"
+                ));
+            }
+            return Ok(());
+        };
+        tree.check()?;
+        let mut ids: Vec<usize> = Vec::with_capacity(tree.len);
+        tree.for_each_token(|id, _, _| ids.push(id as usize));
+        ids.sort_unstable();
+        if !ids.iter().copied().eq(sink..window) {
+            return broken(format!(
+                "the tree does not hold exactly positions {sink} to {window}"
+            ));
+        }
+        Ok(())
+    }
+}

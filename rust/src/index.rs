@@ -1,0 +1,294 @@
+//! An index of keys alone, for any use: what `DciTree` is in Python.
+
+use crate::config::TreeOptions;
+use crate::error::{Error, Result};
+use crate::exact;
+use crate::ids::KeyId;
+use crate::order::Best;
+use crate::rows::{Dtype, RowStore, Strided};
+use crate::threads;
+use crate::tree::Tree;
+use crate::tree::build::Tokens;
+use crate::tree::insert::Inserter;
+use crate::tree::search::{self, Frontier};
+
+/// Keys that wait, scanned one by one, for the first build: the transform is fixed by that bulk.
+pub const FIRST_BULK: usize = 256;
+
+/// A DCI-tree over keys numbered in order of insertion.
+#[derive(Debug)]
+pub struct Index {
+    dim: usize,
+    options: TreeOptions,
+    threads: usize,
+    waiting: Option<RowStore>,
+    tree: Option<Tree>,
+}
+
+/// What one query's search did.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Effort {
+    pub nodes_scored: usize,
+    pub keys_scored: usize,
+}
+
+impl Index {
+    pub fn new(dim: usize, options: TreeOptions, threads: usize) -> Result<Self> {
+        options.validate()?;
+        if dim == 0 {
+            return Err(Error::Config {
+                option: "dim",
+                expected: "at least 1".into(),
+                got: "0".into(),
+            });
+        }
+        Ok(Self {
+            dim,
+            options,
+            threads,
+            waiting: None,
+            tree: None,
+        })
+    }
+
+    pub fn dim(&self) -> usize {
+        self.dim
+    }
+
+    pub fn tree(&self) -> Option<&Tree> {
+        self.tree.as_ref()
+    }
+
+    pub fn len(&self) -> usize {
+        self.tree.as_ref().map_or(0, |t| t.len) + self.waiting.as_ref().map_or(0, RowStore::len)
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    pub fn dtype(&self) -> Option<Dtype> {
+        let tree = self.tree.as_ref().map(|t| t.pages.dtype());
+        tree.or(self.waiting.as_ref().map(RowStore::dtype))
+    }
+
+    /// Bytes of everything held, keys included.
+    pub fn bytes(&self) -> usize {
+        self.tree.as_ref().map_or(0, Tree::bytes) + self.waiting.as_ref().map_or(0, RowStore::bytes)
+    }
+
+    /// Adds keys; their ids continue the count. A bulk as large as the tree rebuilds it.
+    pub fn insert(&mut self, keys: Strided<'_>) -> Result<()> {
+        self.check_keys("keys", keys)?;
+        if let Some(expected) = self.dtype().filter(|&dtype| dtype != keys.dtype()) {
+            return Err(Error::Dtype {
+                what: "keys",
+                expected,
+                got: keys.dtype(),
+            });
+        }
+        let first = self.len();
+        let total = first + keys.len;
+        if total > KeyId::MAX as usize {
+            return Err(Error::TooLong {
+                most: KeyId::MAX as usize,
+                got: total,
+            });
+        }
+        match &mut self.tree {
+            Some(tree) if keys.len < tree.len => {
+                let mut inserter = Inserter::new(self.dim, 0);
+                for i in 0..keys.len {
+                    inserter.insert(
+                        tree,
+                        keys.row(i),
+                        crate::rows::NO_ELEMENTS,
+                        (first + i) as KeyId,
+                    );
+                }
+            }
+            tree => {
+                let mut all = match tree {
+                    Some(tree) => tree.tokens_from(0).1,
+                    None => self
+                        .waiting
+                        .take()
+                        .unwrap_or_else(|| RowStore::new(keys.dtype(), self.dim)),
+                };
+                (0..keys.len).for_each(|i| all.push(keys.row(i)));
+                if all.len() < FIRST_BULK {
+                    self.waiting = Some(all);
+                } else {
+                    self.tree = Some(self.build(&all));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn build(&self, keys: &RowStore) -> Tree {
+        let ids: Vec<KeyId> = (0..keys.len() as KeyId).collect();
+        let tokens = Tokens {
+            keys: keys.strided(),
+            values: Strided {
+                dim: 0,
+                len: keys.len(),
+                stride: 0,
+                elements: crate::rows::NO_ELEMENTS,
+            },
+            ids: &ids,
+        };
+        Tree::build(tokens, &self.options, 0, self.threads)
+    }
+
+    /// The `k` keys of largest inner product with each query, by M-DCI search or, with `exact`, by
+    /// scanning all. `ids` and `scores` are [queries, k]; unused places become -1 and -inf.
+    pub fn search(
+        &self,
+        queries: Strided<'_>,
+        k: usize,
+        field_of_view: usize,
+        exact: bool,
+        ids: &mut [i64],
+        scores: &mut [f32],
+    ) -> Result<Effort> {
+        self.check_keys("queries", queries)?;
+        struct Item<'a>(&'a mut [i64], &'a mut [f32], Effort);
+        let outputs = ids.chunks_mut(k.max(1)).zip(scores.chunks_mut(k.max(1)));
+        let mut items: Vec<_> = outputs
+            .map(|(i, s)| Item(i, s, Effort::default()))
+            .collect();
+        threads::for_each_mut(self.threads, &mut items, |i, item| {
+            let mut query = vec![0.0; self.dim];
+            crate::rows::to_f32(queries.row(i), &mut query);
+            let (mut best, mut frontier) = (Best::default(), Frontier::default());
+            if let Some(tree) = &self.tree {
+                let method = if exact { exact::search } else { search::search };
+                item.2.nodes_scored = method(tree, &query, field_of_view, &mut best, &mut frontier);
+            }
+            if let Some(waiting) = &self.waiting {
+                let ids: Vec<KeyId> = (0..waiting.len() as KeyId).collect();
+                best.add(&query, waiting.rows(), &ids);
+            }
+            item.2.keys_scored = best.scored();
+            best.write(item.0, item.1);
+        });
+        Ok(items.iter().fold(Effort::default(), |sum, item| Effort {
+            nodes_scored: sum.nodes_scored + item.2.nodes_scored,
+            keys_scored: sum.keys_scored + item.2.keys_scored,
+        }))
+    }
+
+    pub fn check(&self) -> Result<()> {
+        self.tree.as_ref().map_or(Ok(()), Tree::check)
+    }
+
+    fn check_keys(&self, what: &'static str, keys: Strided<'_>) -> Result<()> {
+        if keys.dim != self.dim {
+            return Err(Error::Shape {
+                what,
+                expected: format!("[n, {}]", self.dim),
+                got: format!("[{}, {}]", keys.len, keys.dim),
+            });
+        }
+        match keys.not_finite() {
+            None => Ok(()),
+            Some((token, value)) => Err(Error::NotFinite {
+                what,
+                head: 0,
+                token,
+                value,
+            }),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use crate::rows::Elements;
+    use proptest::prelude::*;
+
+    pub(crate) fn clustered(random: &mut Random, n: usize, dim: usize) -> Vec<f32> {
+        let mut number = move || random.below(20001) as f32 / 10000.0 - 1.0;
+        let centres: Vec<f32> = (0..n.div_ceil(20) * dim).map(|_| 3.0 * number()).collect();
+        (0..n * dim)
+            .map(|i| centres[(i / dim % n.div_ceil(20)) * dim + i % dim] + 0.5 * number())
+            .collect()
+    }
+
+    fn strided(data: &[f32], dim: usize) -> Strided<'_> {
+        Strided {
+            dim,
+            len: data.len() / dim,
+            stride: dim,
+            elements: Elements::F32(data),
+        }
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(40))]
+        /// Whatever the sizes of the batches: every invariant holds, no key is lost, and a field of
+        /// view over everything finds what brute force finds.
+        #[test]
+        fn batches_keep_every_invariant(
+            seed in any::<u64>(), dim in 1usize..20, batches in prop::collection::vec(1usize..400, 1..8),
+            page_size in 1usize..9, fanout in 2usize..9, passes in 0usize..3, twins in any::<bool>(),
+        ) {
+            let mut random = Random::new(seed, 0);
+            let options = TreeOptions {
+                page_size, page_capacity: 2 * page_size, fanout, refine_passes: passes, ..TreeOptions::default()
+            };
+            let mut index = Index::new(dim, options, 2).unwrap();
+            let mut all = Vec::new();
+            for n in batches {
+                let keys = if twins { vec![0.25; n * dim] } else { clustered(&mut random, n, dim) };
+                index.insert(strided(&keys, dim)).unwrap();
+                all.extend(keys);
+                prop_assert_eq!(index.check(), Ok(()));
+                prop_assert_eq!(index.len(), all.len() / dim);
+            }
+            let k = 9;
+            let query = &all[..dim];
+            let (mut ids, mut scores) = (vec![0; k], vec![0.0; k]);
+            let (mut want_ids, mut want) = (vec![0; k], vec![0.0; k]);
+            index.search(strided(query, dim), k, usize::MAX, false, &mut ids, &mut scores).unwrap();
+            index.search(strided(query, dim), k, 1, true, &mut want_ids, &mut want).unwrap();
+            prop_assert_eq!(&ids, &want_ids);
+            prop_assert_eq!(&scores, &want);
+            let brute = all.chunks(dim).map(|key| key.iter().zip(query).map(|(a, b)| a * b).sum::<f32>());
+            let top = brute.fold(f32::NEG_INFINITY, f32::max);
+            prop_assert!((want[0] - top).abs() <= 1e-4 * top.abs().max(1.0));
+        }
+    }
+
+    #[test]
+    fn recall_on_clustered_keys() {
+        let (n, dim, k) = (8192, 64, 16);
+        let mut random = Random::new(11, 0);
+        let keys = clustered(&mut random, n, dim);
+        let queries = clustered(&mut random, 64, dim);
+        let mut index = Index::new(dim, TreeOptions::default(), 0).unwrap();
+        index.insert(strided(&keys, dim)).unwrap();
+        let (mut ids, mut want) = (vec![0; 64 * k], vec![0; 64 * k]);
+        let mut scores = vec![0.0; 64 * k];
+        let effort = index
+            .search(strided(&queries, dim), k, 64, false, &mut ids, &mut scores)
+            .unwrap();
+        index
+            .search(strided(&queries, dim), k, 64, true, &mut want, &mut scores)
+            .unwrap();
+        let found: usize = ids
+            .chunks(k)
+            .zip(want.chunks(k))
+            .map(|(a, b)| a.iter().filter(|i| b.contains(i)).count())
+            .sum();
+        let recall = found as f64 / want.len() as f64;
+        let share = effort.keys_scored as f64 / (64 * n) as f64;
+        assert!(
+            recall >= 0.9 && share < 0.2,
+            "recall {recall}, scored {share}"
+        );
+    }
+}

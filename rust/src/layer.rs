@@ -1,0 +1,422 @@
+//! All heads of one layer of one sequence: the CPU flow, prefill and decode, spelled out.
+
+use crate::config::Options;
+use crate::error::{Error, Result};
+use crate::head::{Head, Scratch, Step};
+use crate::ids::KeyId;
+use crate::rows::{Buffer, Dtype, Elements, Strided, to_f32};
+use crate::threads;
+use std::cell::RefCell;
+
+/// Positions of one work item of exact attention.
+const EXACT_POSITIONS: usize = 4;
+
+/// Shape of a layer. Query head `h` reads KV head `h / group`.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Shape {
+    pub q_heads: usize,
+    pub kv_heads: usize,
+    pub head_dim: usize,
+}
+
+/// One array [heads, tokens, head_dim], as its heads.
+pub type Heads<'a> = Vec<Strided<'a>>;
+
+#[derive(Debug)]
+pub struct Layer {
+    shape: Shape,
+    scale: f32,
+    stream: u64,
+    options: Options,
+    dtype: Option<Dtype>,
+    heads: Vec<Head>,
+    steps: usize,
+}
+
+thread_local! {
+    static SCRATCH: RefCell<Scratch> = RefCell::default();
+}
+
+impl Layer {
+    /// `scale` multiplies the queries; `layer_index` makes the trees of layers differ.
+    pub fn new(shape: Shape, scale: f32, layer_index: usize, options: Options) -> Result<Self> {
+        options.validate()?;
+        let dims = [
+            ("num_q_heads", shape.q_heads),
+            ("num_kv_heads", shape.kv_heads),
+            ("head_dim", shape.head_dim),
+        ];
+        for (option, got) in dims {
+            if got == 0 {
+                return Err(config(option, "at least 1".into(), got));
+            }
+        }
+        if shape.q_heads % shape.kv_heads != 0 {
+            let expected = format!("a multiple of num_kv_heads = {}", shape.kv_heads);
+            return Err(config("num_q_heads", expected, shape.q_heads));
+        }
+        if !scale.is_finite() {
+            return Err(config("scale", "finite".into(), scale));
+        }
+        Ok(Self {
+            shape,
+            scale,
+            stream: (layer_index as u64) << 32,
+            options,
+            dtype: None,
+            heads: Vec::new(),
+            steps: 0,
+        })
+    }
+
+    pub fn shape(&self) -> Shape {
+        self.shape
+    }
+
+    pub fn dtype(&self) -> Option<Dtype> {
+        self.dtype
+    }
+
+    pub fn seq_len(&self) -> usize {
+        self.heads.first().map_or(0, Head::len)
+    }
+
+    pub fn heads(&self) -> &[Head] {
+        &self.heads
+    }
+
+    pub fn steps(&self) -> usize {
+        self.steps
+    }
+
+    // ---- the two flows ------------------------------------------------------------------------
+
+    /// Prefill. Appends `k` and `v`; with `q` and `out` also attends exactly to everything stored,
+    /// each position to itself and what is before it; then indexes all but sink and window.
+    pub fn prefill(
+        &mut self,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        q: Option<(&Heads<'_>, &mut [f32])>,
+    ) -> Result<()> {
+        let n = self.check_new(k, v)?;
+        if let Some((q, out)) = &q {
+            self.check_queries(q, n, out)?;
+        }
+        self.start(k[0].dtype());
+        let (options, limit) = (&self.options, self.options.num_threads);
+        let Some((q, out)) = q else {
+            threads::for_each_mut(limit, &mut self.heads, |h, head| {
+                head.append_bulk(k[h], v[h], options, limit);
+            });
+            return Ok(());
+        };
+        threads::for_each_mut(limit, &mut self.heads, |h, head| {
+            (0..n).for_each(|i| head.store(k[h], v[h], i, options));
+        });
+        self.exact(q, out);
+        let options = &self.options;
+        threads::for_each_mut(limit, &mut self.heads, |_, head| {
+            head.settle(options, limit)
+        });
+        Ok(())
+    }
+
+    /// Decode. Appends one position or more and attends sparsely, each position for itself and to
+    /// nothing after it. `out` is [q_heads, positions, head_dim].
+    pub fn decode(
+        &mut self,
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
+        out: &mut [f32],
+    ) -> Result<()> {
+        let n = self.check_new(k, v)?;
+        self.check_queries(q, n, out)?;
+        self.start(k[0].dtype());
+        let first = self.seq_len();
+        self.sparse(q, n, out, |head, h, i, options| {
+            head.append(k[h], v[h], i, options);
+            first + i + 1
+        });
+        Ok(())
+    }
+
+    /// Appends as [`Layer::decode`] does, without attending.
+    pub fn append(&mut self, k: &Heads<'_>, v: &Heads<'_>) -> Result<()> {
+        let n = self.check_new(k, v)?;
+        self.start(k[0].dtype());
+        let options = &self.options;
+        threads::for_each_mut(options.num_threads, &mut self.heads, |h, head| {
+            (0..n).for_each(|i| head.append(k[h], v[h], i, options));
+        });
+        Ok(())
+    }
+
+    /// Attends sparsely with the queries of the last stored positions.
+    pub fn attend(&mut self, q: &Heads<'_>, out: &mut [f32]) -> Result<()> {
+        let n = self.check_last("attend", q, out)?;
+        let most = self.heads.iter().map(|head| match head.tree() {
+            Some(_) => head.window_len(),
+            None => head.len(),
+        });
+        let most = most.min().unwrap_or(0);
+        if n > most {
+            return Err(Error::TooManyQueries {
+                call: "attend",
+                most,
+                got: n,
+            });
+        }
+        let first = self.seq_len() - n;
+        self.sparse(q, n, out, |_, _, i, _| first + i + 1);
+        Ok(())
+    }
+
+    /// Attends exactly with the queries of the last stored positions.
+    pub fn attend_exact(&mut self, q: &Heads<'_>, out: &mut [f32]) -> Result<()> {
+        self.check_last("attend_exact", q, out)?;
+        self.exact(q, out);
+        Ok(())
+    }
+
+    /// Steps of `n` positions: `ready(head, kv head, i, options)` makes position `i` of a head
+    /// ready and returns how many positions it sees.
+    fn sparse(
+        &mut self,
+        q: &Heads<'_>,
+        n: usize,
+        out: &mut [f32],
+        ready: impl Fn(&mut Head, usize, usize, &Options) -> usize + Sync,
+    ) {
+        let (group, dim) = (self.group(), self.shape.head_dim);
+        let (options, scale) = (&self.options, self.scale);
+        let outputs = out.chunks_mut((group * n * dim).max(1));
+        let mut items: Vec<_> = self.heads.iter_mut().zip(outputs).collect();
+        threads::for_each_mut(options.num_threads, &mut items, |h, (head, out)| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                let mut queries = vec![0.0; group * dim];
+                let mut result = vec![0.0; group * dim];
+                for i in 0..n {
+                    let visible = ready(head, h, i, options);
+                    for (g, query) in queries.chunks_exact_mut(dim).enumerate() {
+                        scaled(q[h * group + g].row(i), scale, query);
+                    }
+                    if visible < options.dense_below {
+                        head.step_exact(&queries, visible, scratch, &mut result);
+                    } else {
+                        head.step_sparse(&queries, visible, options, scratch, &mut result);
+                    }
+                    for (g, row) in result.chunks_exact(dim).enumerate() {
+                        out[(g * n + i) * dim..][..dim].copy_from_slice(row);
+                    }
+                }
+            });
+        });
+        self.steps += n;
+    }
+
+    /// Exact attention of the last positions, in parallel over heads and blocks of positions.
+    fn exact(&self, q: &Heads<'_>, out: &mut [f32]) {
+        let (group, dim, n) = (self.group(), self.shape.head_dim, q[0].len);
+        let first = self.seq_len() - n;
+        let blocks = n.div_ceil(EXACT_POSITIONS);
+        let mut results: Vec<Vec<f32>> = vec![Vec::new(); self.heads.len() * blocks];
+        threads::for_each_mut(self.options.num_threads, &mut results, |item, result| {
+            let (h, from) = (item / blocks, item % blocks * EXACT_POSITIONS);
+            let positions = from..(from + EXACT_POSITIONS).min(n);
+            let mut queries = vec![0.0; group * positions.len() * dim];
+            let mut visible = Vec::with_capacity(group * positions.len());
+            let mut rows = queries.chunks_exact_mut(dim);
+            for g in 0..group {
+                for i in positions.clone() {
+                    let row = rows.next().expect("one row per query");
+                    scaled(q[h * group + g].row(i), self.scale, row);
+                    visible.push(first + i + 1);
+                }
+            }
+            result.resize(queries.len(), 0.0);
+            SCRATCH.with_borrow_mut(|scratch| {
+                self.heads[h].attend_exact(&queries, &visible, scratch, result);
+            });
+        });
+        for (item, result) in results.iter().enumerate() {
+            let (h, from) = (item / blocks, item % blocks * EXACT_POSITIONS);
+            let rows = result.len() / (group * dim);
+            for g in 0..group {
+                let to = ((h * group + g) * n + from) * dim;
+                out[to..][..rows * dim].copy_from_slice(&result[g * rows * dim..][..rows * dim]);
+            }
+        }
+    }
+
+    // ---- the rest -----------------------------------------------------------------------------
+
+    /// Keeps the first `n` tokens.
+    pub fn crop(&mut self, n: usize) -> Result<()> {
+        let stored = self.seq_len();
+        if n > stored {
+            return Err(Error::Crop { stored, asked: n });
+        }
+        if n == 0 {
+            self.reset();
+            return Ok(());
+        }
+        let options = &self.options;
+        threads::for_each_mut(options.num_threads, &mut self.heads, |_, head| {
+            head.crop(n, options);
+        });
+        Ok(())
+    }
+
+    /// Forgets everything, the dtype too.
+    pub fn reset(&mut self) {
+        self.heads.clear();
+        self.dtype = None;
+        self.steps = 0;
+    }
+
+    /// Writes all keys and values in order of position, [kv_heads, seq_len, head_dim] each.
+    pub fn gather(&self, keys: &mut Buffer, values: &mut Buffer) {
+        let (n, dim) = (self.seq_len(), self.shape.head_dim);
+        for (h, head) in self.heads.iter().enumerate() {
+            head.for_each_token(|position, key, value| {
+                let at = (h * n + position) * dim;
+                keys.write(at, key);
+                values.write(at, value);
+            });
+        }
+    }
+
+    /// Positions attended exactly by the last step, of each KV head.
+    pub fn selected(&self) -> Vec<Vec<KeyId>> {
+        self.heads.iter().map(Head::selected).collect()
+    }
+
+    /// The last step of each KV head.
+    pub fn last_steps(&self) -> impl Iterator<Item = Step> + '_ {
+        self.heads.iter().map(Head::step)
+    }
+
+    /// Bytes of the keys and values alone, and of everything held.
+    pub fn bytes(&self) -> (usize, usize) {
+        let rows = self.heads.iter().map(Head::row_bytes).sum();
+        let all = self.heads.iter().map(Head::bytes).sum::<usize>();
+        (rows, all + size_of::<Self>())
+    }
+
+    /// Every invariant of every head.
+    pub fn check(&self) -> Result<()> {
+        let n = self.seq_len();
+        if self.heads.iter().any(|head| head.len() != n) {
+            return Err(Error::Invariant("heads of different lengths".into()));
+        }
+        self.heads.iter().try_for_each(Head::check)
+    }
+
+    fn group(&self) -> usize {
+        self.shape.q_heads / self.shape.kv_heads
+    }
+
+    fn start(&mut self, dtype: Dtype) {
+        if self.dtype.is_none() {
+            let dim = self.shape.head_dim;
+            let stream = |h: usize| self.stream | h as u64;
+            let heads = (0..self.shape.kv_heads).map(|h| Head::new(dtype, dim, dim, stream(h)));
+            self.heads = heads.collect();
+            self.dtype = Some(dtype);
+        }
+    }
+
+    /// Checks keys and values to be appended; returns how many tokens they are.
+    fn check_new(&self, k: &Heads<'_>, v: &Heads<'_>) -> Result<usize> {
+        let n = k.first().map_or(0, |head| head.len);
+        let dtype = self.dtype.or(k.first().map(|head| head.dtype()));
+        self.check_array("k", k, self.shape.kv_heads, n.max(1), dtype)?;
+        self.check_array("v", v, self.shape.kv_heads, n.max(1), dtype)?;
+        let most = KeyId::MAX as usize;
+        if self.seq_len() + n > most {
+            let got = self.seq_len() + n;
+            return Err(Error::TooLong { most, got });
+        }
+        Ok(n)
+    }
+
+    fn check_queries(&self, q: &Heads<'_>, n: usize, out: &[f32]) -> Result<()> {
+        self.check_array("q", q, self.shape.q_heads, n, None)?;
+        let elements = self.shape.q_heads * n * self.shape.head_dim;
+        if out.len() == elements {
+            return Ok(());
+        }
+        Err(Error::Shape {
+            what: "out",
+            expected: format!("{elements} elements"),
+            got: format!("{} elements", out.len()),
+        })
+    }
+
+    /// Checks queries of the last stored positions; returns how many positions they are.
+    fn check_last(&self, call: &'static str, q: &Heads<'_>, out: &[f32]) -> Result<usize> {
+        let n = q.first().map_or(0, |head| head.len);
+        self.check_queries(q, n.max(1), out)?;
+        let most = self.seq_len();
+        if most == 0 {
+            return Err(Error::Empty { call });
+        }
+        if n > most {
+            return Err(Error::TooManyQueries { call, most, got: n });
+        }
+        Ok(n)
+    }
+
+    fn check_array(
+        &self,
+        what: &'static str,
+        heads: &Heads<'_>,
+        count: usize,
+        tokens: usize,
+        dtype: Option<Dtype>,
+    ) -> Result<()> {
+        let dim = self.shape.head_dim;
+        let (got_tokens, got_dim) = heads.first().map_or((0, dim), |head| (head.len, head.dim));
+        if heads.len() != count || got_tokens != tokens || got_dim != dim {
+            return Err(Error::Shape {
+                what,
+                expected: format!("[{count}, {tokens}, {dim}]"),
+                got: format!("[{}, {got_tokens}, {got_dim}]", heads.len()),
+            });
+        }
+        for (head, rows) in heads.iter().enumerate() {
+            if let Some(expected) = dtype.filter(|&dtype| dtype != rows.dtype()) {
+                let got = rows.dtype();
+                return Err(Error::Dtype {
+                    what,
+                    expected,
+                    got,
+                });
+            }
+            if let Some((token, value)) = rows.not_finite() {
+                return Err(Error::NotFinite {
+                    what,
+                    head,
+                    token,
+                    value,
+                });
+            }
+        }
+        Ok(())
+    }
+}
+
+fn scaled(row: Elements<'_>, scale: f32, out: &mut [f32]) {
+    to_f32(row, out);
+    out.iter_mut().for_each(|x| *x *= scale);
+}
+
+fn config(option: &'static str, expected: String, got: impl ToString) -> Error {
+    Error::Config {
+        option,
+        expected,
+        got: got.to_string(),
+    }
+}

@@ -1,0 +1,48 @@
+//! A KV-cache in host memory with an index over its keys: attention to a few tokens exactly and to
+//! a summary of all the rest.
+//!
+//! The two flows, each spelled out in [`layer`]:
+//!
+//! **Prefill** (`Layer::prefill`)
+//! 1. [`head`] stores the new rows: sink first, then the window.
+//! 2. Exact attention over everything stored ([`attend`]), causal.
+//! 3. All but sink and window is centred and lifted ([`transform`]), linked into levels
+//!    ([`tree::build`]) and laid out in [`pages`] of similar tokens, each node with the mean of
+//!    its keys and values ([`tree::summary`]).
+//!
+//! **Decode** (`Layer::decode`)
+//! 1. If the window is over-full, its oldest block goes into the tree ([`tree::insert`]); the new
+//!    row goes into the window.
+//! 2. Sink and window are attended exactly ([`attend`]).
+//! 3. One descent opens the nodes that hold most of the softmax ([`tree::search`]); the keys of
+//!    the best pages are scored exactly and the best tokens kept ([`select`]).
+//! 4. The kept tokens are attended exactly; every other token counts through the mean of the
+//!    deepest node that was scored, and both are merged under one maximum ([`attend`]).
+//!
+//! A file uses only files above it in this list.
+
+pub mod rows;
+pub mod error;
+pub mod ids;
+pub mod config;
+pub mod threads;
+pub mod random;
+pub mod simd;
+pub mod transform;
+pub mod order;
+pub mod pages;
+pub mod tree;
+pub mod exact;
+pub mod index;
+pub mod select;
+pub mod attend;
+pub mod head;
+pub mod layer;
+#[cfg(feature = "python")]
+mod python;
+
+pub use config::{Options, Selection, Tail, TreeOptions};
+pub use error::{Error, Result};
+pub use index::Index;
+pub use layer::{Heads, Layer, Shape};
+pub use rows::{Dtype, Elements, Strided};

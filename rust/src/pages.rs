@@ -1,0 +1,434 @@
+//! Host pages: the keys, values and ids of a few similar tokens, contiguous and reference-counted.
+//!
+//! A page is a *block* of a large chunk: its K rows, then its V rows. Blocks are exactly as long as
+//! their page, so a full pool has no slack; a page that grows moves to a longer block and its old
+//! block is used again. Shared pages are copied before they change.
+
+use crate::ids::{KeyId, PageId};
+use crate::rows::{Buffer, Dtype, Elements, Rows, make_room};
+
+/// Rows of a chunk made for growth; a bulk gets one chunk of its own size.
+const GROWTH_ROWS: usize = 64;
+
+#[derive(Debug, Clone, Copy)]
+struct Block {
+    chunk: u32,
+    /// First row of the block in its chunk.
+    start: u32,
+    rows: u32,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Page {
+    block: Block,
+    references: u32,
+}
+
+#[derive(Debug)]
+struct Chunk {
+    data: Buffer,
+    ids: Vec<KeyId>,
+    used: usize,
+}
+
+/// All pages of one KV head.
+#[derive(Debug)]
+pub struct PagePool {
+    dtype: Dtype,
+    key_dim: usize,
+    value_dim: usize,
+    chunks: Vec<Chunk>,
+    pages: Vec<Page>,
+    free_pages: Vec<PageId>,
+    /// Free blocks by their number of rows.
+    free_blocks: Vec<Vec<Block>>,
+    rows_held: usize,
+}
+
+impl PagePool {
+    /// `value_dim` may be 0 (an index of keys alone).
+    pub fn new(dtype: Dtype, key_dim: usize, value_dim: usize) -> Self {
+        Self {
+            dtype,
+            key_dim,
+            value_dim,
+            chunks: Vec::new(),
+            pages: Vec::new(),
+            free_pages: Vec::new(),
+            free_blocks: Vec::new(),
+            rows_held: 0,
+        }
+    }
+
+    pub fn dtype(&self) -> Dtype {
+        self.dtype
+    }
+
+    pub fn key_dim(&self) -> usize {
+        self.key_dim
+    }
+
+    pub fn value_dim(&self) -> usize {
+        self.value_dim
+    }
+
+    /// Makes room for `rows` more rows in one chunk of exactly that size.
+    pub fn reserve(&mut self, rows: usize, pages: usize) {
+        self.add_chunk(rows);
+        self.pages.reserve_exact(pages);
+    }
+
+    /// A page of `rows` rows (at least 1) held once; its contents are to be written.
+    pub fn allocate(&mut self, rows: usize) -> PageId {
+        let page = Page {
+            block: self.take_block(rows),
+            references: 1,
+        };
+        self.rows_held += rows;
+        if let Some(id) = self.free_pages.pop() {
+            self.pages[id.index()] = page;
+            return id;
+        }
+        make_room(&mut self.pages, 1);
+        self.pages.push(page);
+        PageId(self.pages.len() as u32 - 1)
+    }
+
+    /// Holds a page once more.
+    pub fn retain(&mut self, id: PageId) {
+        self.pages[id.index()].references += 1;
+    }
+
+    /// Lets a page go; the last holder frees it.
+    pub fn release(&mut self, id: PageId) {
+        let page = &mut self.pages[id.index()];
+        page.references -= 1;
+        if page.references == 0 {
+            let block = page.block;
+            self.rows_held -= block.rows as usize;
+            self.put_block(block);
+            self.free_pages.push(id);
+        }
+    }
+
+    pub fn write(
+        &mut self,
+        id: PageId,
+        i: usize,
+        key: Elements<'_>,
+        value: Elements<'_>,
+        key_id: KeyId,
+    ) {
+        let (block, dims) = (self.pages[id.index()].block, (self.key_dim, self.value_dim));
+        assert!(i < block.rows as usize, "a row beyond its page");
+        let chunk = &mut self.chunks[block.chunk as usize];
+        let (keys, values) = offsets(block, dims);
+        chunk.data.write(keys + i * dims.0, key);
+        chunk.data.write(values + i * dims.1, value);
+        chunk.ids[block.start as usize + i] = key_id;
+    }
+
+    /// [rows, key_dim]
+    pub fn keys(&self, id: PageId) -> Rows<'_> {
+        let block = self.pages[id.index()].block;
+        let at = offsets(block, (self.key_dim, self.value_dim)).0;
+        self.block_rows(block, at, self.key_dim)
+    }
+
+    /// [rows, value_dim]
+    pub fn values(&self, id: PageId) -> Rows<'_> {
+        let block = self.pages[id.index()].block;
+        let at = offsets(block, (self.key_dim, self.value_dim)).1;
+        self.block_rows(block, at, self.value_dim)
+    }
+
+    pub fn ids(&self, id: PageId) -> &[KeyId] {
+        let block = self.pages[id.index()].block;
+        &self.chunks[block.chunk as usize].ids[block.start as usize..][..block.rows as usize]
+    }
+
+    pub fn len(&self, id: PageId) -> usize {
+        self.pages[id.index()].block.rows as usize
+    }
+
+    pub fn references(&self, id: PageId) -> u32 {
+        self.pages[id.index()].references
+    }
+
+    /// The page with one row more, at its end. Releases `id`.
+    pub fn push(
+        &mut self,
+        id: PageId,
+        key: Elements<'_>,
+        value: Elements<'_>,
+        key_id: KeyId,
+    ) -> PageId {
+        let old = self.len(id);
+        let grown = self.allocate(old + 1);
+        (0..old).for_each(|i| self.copy_row((id, i), (grown, i)));
+        self.write(grown, old, key, value, key_id);
+        self.release(id);
+        grown
+    }
+
+    /// A new page of the rows `keep` of `id`, which stays as it is.
+    pub fn subset(&mut self, id: PageId, keep: &[u32]) -> PageId {
+        let page = self.allocate(keep.len());
+        for (to, &from) in keep.iter().enumerate() {
+            self.copy_row((id, from as usize), (page, to));
+        }
+        page
+    }
+
+    /// Rows in pages.
+    pub fn rows_held(&self) -> usize {
+        self.rows_held
+    }
+
+    /// Bytes of everything, slack and tables included.
+    pub fn bytes(&self) -> usize {
+        let chunks: usize = self
+            .chunks
+            .iter()
+            .map(|c| c.data.bytes() + c.ids.capacity() * size_of::<KeyId>())
+            .sum();
+        let free: usize = self
+            .free_blocks
+            .iter()
+            .map(|f| size_of_val(f) + f.capacity() * size_of::<Block>())
+            .sum();
+        size_of::<Self>()
+            + chunks
+            + free
+            + self.chunks.capacity() * size_of::<Chunk>()
+            + self.pages.capacity() * size_of::<Page>()
+            + self.free_pages.capacity() * size_of::<PageId>()
+    }
+
+    /// Counts rows anew: held ones, free blocks and unused ends make up every chunk.
+    pub fn check(&self) -> Result<(), String> {
+        let held: usize = self
+            .pages
+            .iter()
+            .filter(|p| p.references > 0)
+            .map(|p| p.block.rows as usize)
+            .sum();
+        let free: usize = self
+            .free_blocks
+            .iter()
+            .flatten()
+            .map(|b| b.rows as usize)
+            .sum();
+        let used: usize = self.chunks.iter().map(|c| c.used).sum();
+        if held != self.rows_held || held + free != used {
+            return Err(format!(
+                "pages hold {held} rows (counted {}), {free} are free, {used} are used",
+                self.rows_held
+            ));
+        }
+        Ok(())
+    }
+
+    fn block_rows(&self, block: Block, at: usize, dim: usize) -> Rows<'_> {
+        let rows = block.rows as usize;
+        let all = Rows {
+            dim: 1,
+            len: 0,
+            elements: self.chunks[block.chunk as usize].data.as_elements(),
+        };
+        Rows {
+            dim,
+            len: rows,
+            elements: all.slice(at..at + rows * dim).elements,
+        }
+    }
+
+    fn copy_row(&mut self, from: (PageId, usize), to: (PageId, usize)) {
+        let dims = (self.key_dim, self.value_dim);
+        let (source, target) = (
+            self.pages[from.0.index()].block,
+            self.pages[to.0.index()].block,
+        );
+        let (from_keys, from_values) = offsets(source, dims);
+        let (to_keys, to_values) = offsets(target, dims);
+        let copies = [
+            (from_keys + from.1 * dims.0, to_keys + to.1 * dims.0, dims.0),
+            (
+                from_values + from.1 * dims.1,
+                to_values + to.1 * dims.1,
+                dims.1,
+            ),
+        ];
+        let id = self.chunks[source.chunk as usize].ids[source.start as usize + from.1];
+        let (a, b) = (source.chunk as usize, target.chunk as usize);
+        for (at, to, length) in copies {
+            if a == b {
+                self.chunks[a].data.copy_within(at..at + length, to);
+            } else {
+                let [source, target] = self
+                    .chunks
+                    .get_disjoint_mut([a, b])
+                    .expect("two different chunks");
+                let row = Rows {
+                    dim: 1,
+                    len: 0,
+                    elements: source.data.as_elements(),
+                };
+                target.data.write(to, row.slice(at..at + length).elements);
+            }
+        }
+        self.chunks[b].ids[target.start as usize + to.1] = id;
+    }
+
+    fn take_block(&mut self, rows: usize) -> Block {
+        if let Some(block) = self.free_blocks.get_mut(rows).and_then(Vec::pop) {
+            return block;
+        }
+        if self
+            .chunks
+            .last()
+            .is_some_and(|c| c.ids.len() - c.used >= rows)
+        {
+            return self.bump(rows);
+        }
+        let longer = (rows + 1..self.free_blocks.len()).find(|&n| !self.free_blocks[n].is_empty());
+        if let Some(block) = longer.and_then(|n| self.free_blocks[n].pop()) {
+            self.put_block(Block {
+                start: block.start + rows as u32,
+                rows: block.rows - rows as u32,
+                ..block
+            });
+            return Block {
+                rows: rows as u32,
+                ..block
+            };
+        }
+        let total: usize = self.chunks.iter().map(|c| c.used).sum();
+        self.add_chunk(rows.max(GROWTH_ROWS).max(total / 64));
+        self.bump(rows)
+    }
+
+    /// The next rows of the last chunk.
+    fn bump(&mut self, rows: usize) -> Block {
+        let chunk = self.chunks.len() - 1;
+        let start = self.chunks[chunk].used;
+        self.chunks[chunk].used += rows;
+        Block {
+            chunk: chunk as u32,
+            start: start as u32,
+            rows: rows as u32,
+        }
+    }
+
+    fn put_block(&mut self, block: Block) {
+        let rows = block.rows as usize;
+        if self.free_blocks.len() <= rows {
+            self.free_blocks.resize_with(rows + 1, Vec::new);
+        }
+        self.free_blocks[rows].push(block);
+    }
+
+    /// A new last chunk; what was left of the one before becomes a free block.
+    fn add_chunk(&mut self, rows: usize) {
+        if let Some(last) = self.chunks.last() {
+            let left = last.ids.len() - last.used;
+            if left > 0 {
+                let block = self.bump(left);
+                self.put_block(block);
+            }
+        }
+        self.chunks.push(Chunk {
+            data: Buffer::zeros(self.dtype, rows * (self.key_dim + self.value_dim)),
+            ids: vec![0; rows],
+            used: 0,
+        });
+    }
+}
+
+/// First element of a block's K rows and of its V rows.
+fn offsets(block: Block, (key_dim, value_dim): (usize, usize)) -> (usize, usize) {
+    let start = block.start as usize * (key_dim + value_dim);
+    (start, start + block.rows as usize * key_dim)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use proptest::prelude::*;
+
+    fn contents(pool: &PagePool, id: PageId) -> Vec<(f32, f32, u32)> {
+        let (Elements::F32(k), Elements::F32(v)) =
+            (pool.keys(id).elements, pool.values(id).elements)
+        else {
+            unreachable!()
+        };
+        let ids = pool.ids(id).iter();
+        ids.enumerate()
+            .map(|(i, &id)| (k[i * 2], v[i], id))
+            .collect()
+    }
+
+    proptest! {
+        /// Pages against a plain model while they grow, split, are shared and go.
+        #[test]
+        fn behaves_like_a_list_of_lists(seed in any::<u64>(), steps in 1usize..200) {
+            let mut random = Random::new(seed, 0);
+            let mut pool = PagePool::new(Dtype::F32, 2, 1);
+            let mut model: Vec<(PageId, Vec<(f32, f32, u32)>)> = Vec::new();
+            for step in 0..steps as u32 {
+                let row = (step as f32, -(step as f32), step);
+                let key = [row.0, row.0];
+                let value = [row.1];
+                match random.below(5) {
+                    0 | 1 if !model.is_empty() => {
+                        let at = random.below(model.len());
+                        let (id, rows) = &mut model[at];
+                        *id = pool.push(*id, Elements::F32(&key), Elements::F32(&value), row.2);
+                        rows.push(row);
+                    }
+                    2 if !model.is_empty() => {
+                        let at = random.below(model.len());
+                        let count = 1 + random.below(model[at].1.len());
+                        let keep = random.sample(model[at].1.len(), count);
+                        let id = pool.subset(model[at].0, &keep);
+                        let rows = keep.iter().map(|&i| model[at].1[i as usize]).collect();
+                        model.push((id, rows));
+                    }
+                    3 if !model.is_empty() => {
+                        let (id, _) = model.swap_remove(random.below(model.len()));
+                        pool.release(id);
+                    }
+                    4 if !model.is_empty() => {
+                        // A shared page must not see what its other holder pushes.
+                        let at = random.below(model.len());
+                        let (id, rows) = model[at].clone();
+                        pool.retain(id);
+                        let grown = pool.push(id, Elements::F32(&key), Elements::F32(&value), row.2);
+                        model.push((grown, [rows, vec![row]].concat()));
+                    }
+                    _ => {
+                        let id = pool.allocate(1);
+                        pool.write(id, 0, Elements::F32(&key), Elements::F32(&value), row.2);
+                        model.push((id, vec![row]));
+                    }
+                }
+                prop_assert_eq!(pool.check(), Ok(()));
+            }
+            for (id, rows) in &model {
+                prop_assert_eq!(&contents(&pool, *id), rows);
+            }
+        }
+    }
+
+    #[test]
+    fn a_bulk_has_no_slack() {
+        let mut pool = PagePool::new(Dtype::F16, 8, 8);
+        pool.reserve(100, 10);
+        (0..10).for_each(|_| {
+            pool.allocate(10);
+        });
+        assert_eq!(pool.chunks.len(), 1);
+        assert_eq!(pool.chunks[0].data.bytes(), 100 * 16 * 2);
+    }
+}

@@ -1,0 +1,269 @@
+//! `Layer`: what `icecache.LayerCache` is made of. Python checks kinds and dtypes of arrays.
+
+use super::arrays::Array;
+use super::errors::locked;
+use crate::config::{Options, Selection, Tail, TreeOptions};
+use crate::layer::{Layer, Shape};
+use crate::rows::{Buffer, Dtype};
+use half::vec::HalfFloatVecExt;
+use numpy::{IntoPyArray, PyArray3, PyArrayMethods};
+use pyo3::prelude::*;
+use pyo3::types::PyDict;
+use std::sync::Mutex;
+
+#[pyclass(name = "Layer", module = "icecache._icecache", frozen)]
+pub struct PyLayer(Mutex<Layer>);
+
+type Any<'a, 'py> = &'a Bound<'py, PyAny>;
+type Out<'a, 'py> = &'a Bound<'py, PyArray3<f32>>;
+
+#[pymethods]
+impl PyLayer {
+    /// `config`: an IceConfig; its fields are the options of the core.
+    #[new]
+    fn new(
+        num_q_heads: usize,
+        num_kv_heads: usize,
+        head_dim: usize,
+        scale: f32,
+        layer_index: usize,
+        config: Any<'_, '_>,
+    ) -> PyResult<Self> {
+        let shape = Shape {
+            q_heads: num_q_heads,
+            kv_heads: num_kv_heads,
+            head_dim,
+        };
+        let layer = Layer::new(shape, scale, layer_index, options(config)?)?;
+        Ok(Self(Mutex::new(layer)))
+    }
+
+    #[pyo3(signature = (k, v, dtype, q=None, out=None))]
+    fn prefill(
+        &self,
+        py: Python<'_>,
+        k: Any<'_, '_>,
+        v: Any<'_, '_>,
+        dtype: &str,
+        q: Option<Any<'_, '_>>,
+        out: Option<Out<'_, '_>>,
+    ) -> PyResult<()> {
+        let (k, v) = (Array::new(k, dtype)?, Array::new(v, dtype)?);
+        let q = q.map(|q| Array::new(q, dtype)).transpose()?;
+        let (k, v) = (k.heads()?, v.heads()?);
+        let q = q.as_ref().map(Array::heads).transpose()?;
+        let mut out = out.map(|out| out.try_readwrite()).transpose()?;
+        let out = out.as_mut().map(|out| out.as_slice_mut()).transpose()?;
+        let attention = q.as_ref().zip(out);
+        locked(py, &self.0, |layer| layer.prefill(&k, &v, attention))
+    }
+
+    fn decode(
+        &self,
+        py: Python<'_>,
+        q: Any<'_, '_>,
+        k: Any<'_, '_>,
+        v: Any<'_, '_>,
+        dtype: &str,
+        out: Out<'_, '_>,
+    ) -> PyResult<()> {
+        let [q, k, v] = [
+            Array::new(q, dtype)?,
+            Array::new(k, dtype)?,
+            Array::new(v, dtype)?,
+        ];
+        let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
+        let mut out = out.try_readwrite()?;
+        let out = out.as_slice_mut()?;
+        locked(py, &self.0, |layer| layer.decode(&q, &k, &v, out))
+    }
+
+    fn append(&self, py: Python<'_>, k: Any<'_, '_>, v: Any<'_, '_>, dtype: &str) -> PyResult<()> {
+        let (k, v) = (Array::new(k, dtype)?, Array::new(v, dtype)?);
+        let (k, v) = (k.heads()?, v.heads()?);
+        locked(py, &self.0, |layer| layer.append(&k, &v))
+    }
+
+    fn attend(
+        &self,
+        py: Python<'_>,
+        q: Any<'_, '_>,
+        dtype: &str,
+        out: Out<'_, '_>,
+    ) -> PyResult<()> {
+        let q = Array::new(q, dtype)?;
+        let q = q.heads()?;
+        let mut out = out.try_readwrite()?;
+        let out = out.as_slice_mut()?;
+        locked(py, &self.0, |layer| layer.attend(&q, out))
+    }
+
+    fn attend_exact(
+        &self,
+        py: Python<'_>,
+        q: Any<'_, '_>,
+        dtype: &str,
+        out: Out<'_, '_>,
+    ) -> PyResult<()> {
+        let q = Array::new(q, dtype)?;
+        let q = q.heads()?;
+        let mut out = out.try_readwrite()?;
+        let out = out.as_slice_mut()?;
+        locked(py, &self.0, |layer| layer.attend_exact(&q, out))
+    }
+
+    fn crop(&self, py: Python<'_>, n: usize) -> PyResult<()> {
+        locked(py, &self.0, |layer| layer.crop(n))
+    }
+
+    fn reset(&self, py: Python<'_>) -> PyResult<()> {
+        locked(py, &self.0, |layer| {
+            layer.reset();
+            Ok(())
+        })
+    }
+
+    /// Flat keys and values in order of position (bf16 as uint16).
+    fn gather<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
+        let (keys, values) = locked(py, &self.0, |layer| {
+            let shape = layer.shape();
+            let elements = shape.kv_heads * layer.seq_len() * shape.head_dim;
+            let dtype = layer.dtype().unwrap_or(Dtype::F32);
+            let mut keys = Buffer::zeros(dtype, elements);
+            let mut values = Buffer::zeros(dtype, elements);
+            layer.gather(&mut keys, &mut values);
+            Ok((keys, values))
+        })?;
+        Ok((flat_array(py, keys), flat_array(py, values)))
+    }
+
+    #[getter]
+    fn seq_len(&self, py: Python<'_>) -> PyResult<usize> {
+        locked(py, &self.0, |layer| Ok(layer.seq_len()))
+    }
+
+    #[getter]
+    fn dtype(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
+        locked(py, &self.0, |layer| Ok(layer.dtype().map(Dtype::name)))
+    }
+
+    /// Positions attended exactly by the last step, of each KV head.
+    fn selected(&self, py: Python<'_>) -> PyResult<Vec<Vec<u32>>> {
+        locked(py, &self.0, |layer| Ok(layer.selected()))
+    }
+
+    fn check(&self, py: Python<'_>) -> PyResult<()> {
+        locked(py, &self.0, |layer| layer.check())
+    }
+
+    /// The fields of `icecache.LayerStats`.
+    fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
+        let stats = PyDict::new(py);
+        let (counts, nodes, means) = locked(py, &self.0, |layer| {
+            let heads = layer.heads();
+            let trees = || heads.iter().filter_map(|head| head.tree());
+            let (kv_bytes, all) = layer.bytes();
+            let counts = [
+                ("seq_len", layer.seq_len()),
+                (
+                    "sink_tokens",
+                    heads.first().map_or(0, |head| head.sink_len()),
+                ),
+                (
+                    "window_tokens",
+                    heads.first().map_or(0, |head| head.window_len()),
+                ),
+                (
+                    "tree_tokens",
+                    heads
+                        .first()
+                        .and_then(|head| head.tree())
+                        .map_or(0, |t| t.len),
+                ),
+                ("pages", trees().map(|tree| tree.leaves().len()).sum()),
+                ("kv_bytes", kv_bytes),
+                ("index_bytes", all - kv_bytes),
+                ("steps", layer.steps()),
+            ];
+            let depth = trees().map(|tree| tree.levels.len()).max().unwrap_or(0);
+            let nodes: Vec<usize> = (0..depth)
+                .map(|d| {
+                    trees()
+                        .filter_map(|tree| tree.levels.get(d))
+                        .map(|l| l.len())
+                        .sum()
+                })
+                .collect();
+            let tokens: usize = trees().map(|tree| tree.len).sum();
+            let pages: usize = trees().map(|tree| tree.leaves().len()).sum();
+            let count = heads.len().max(1) as f64;
+            let mean = |what: &dyn Fn(crate::head::Step) -> f64| {
+                layer.last_steps().map(what).sum::<f64>() / count
+            };
+            let means = [
+                ("mean_page_fill", tokens as f64 / pages.max(1) as f64),
+                ("overhead", (all - kv_bytes) as f64 / kv_bytes.max(1) as f64),
+                ("tokens_exact", mean(&|step| step.tokens_exact as f64)),
+                ("key_rows_read", mean(&|step| step.key_rows as f64)),
+                ("value_rows_read", mean(&|step| step.value_rows as f64)),
+                ("mass_exact", mean(&|step| f64::from(step.mass_exact))),
+                (
+                    "error_estimate",
+                    mean(&|step| f64::from(step.error_estimate)),
+                ),
+            ];
+            Ok((counts, nodes, means))
+        })?;
+        for (name, value) in counts {
+            stats.set_item(name, value)?;
+        }
+        for (name, value) in means {
+            stats.set_item(name, value)?;
+        }
+        stats.set_item("nodes_per_level", pyo3::types::PyTuple::new(py, nodes)?)?;
+        Ok(stats)
+    }
+}
+
+/// The array of a buffer, without a copy.
+pub fn flat_array(py: Python<'_>, buffer: Buffer) -> Bound<'_, PyAny> {
+    match buffer {
+        Buffer::F32(x) => x.into_pyarray(py).into_any(),
+        Buffer::F16(x) => x.into_pyarray(py).into_any(),
+        Buffer::Bf16(x) => x.reinterpret_into().into_pyarray(py).into_any(),
+    }
+}
+
+fn options(config: Any<'_, '_>) -> PyResult<Options> {
+    let count = |name: &str| -> PyResult<usize> { config.getattr(name)?.extract() };
+    let text = |name: &str| -> PyResult<String> { config.getattr(name)?.extract() };
+    let page_size = count("page_size")?;
+    let page_capacity: Option<usize> = config.getattr("page_capacity")?.extract()?;
+    let num_threads: Option<usize> = config.getattr("num_threads")?.extract()?;
+    Ok(Options {
+        token_budget: count("token_budget")?,
+        sink_tokens: count("sink_tokens")?,
+        window_tokens: count("window_tokens")?,
+        candidate_factor: count("candidate_factor")?,
+        open_fraction: config.getattr("open_fraction")?.extract()?,
+        field_of_view: count("field_of_view")?,
+        selection: match text("selection")?.as_str() {
+            "pages" => Selection::Pages,
+            _ => Selection::Tokens,
+        },
+        tail: match text("tail")?.as_str() {
+            "drop" => Tail::Drop,
+            _ => Tail::Summary,
+        },
+        dense_below: count("dense_below")?,
+        num_threads: num_threads.unwrap_or(0),
+        tree: TreeOptions {
+            page_size,
+            page_capacity: page_capacity.unwrap_or(2 * page_size),
+            fanout: count("fanout")?,
+            refine_passes: count("refine_passes")?,
+            summary_dtype: super::arrays::dtype_named(&text("summary_dtype")?)?,
+            seed: config.getattr("seed")?.extract()?,
+        },
+    })
+}

@@ -1,0 +1,35 @@
+//! The Python module. Only the files of this folder name pyo3 or numpy; each function converts,
+//! lets go of the interpreter, calls the core and maps the error.
+
+mod arrays;
+mod errors;
+mod layer;
+mod tree;
+
+use pyo3::prelude::*;
+
+#[pymodule]
+mod _icecache {
+    #[pymodule_export]
+    use super::layer::PyLayer;
+    #[pymodule_export]
+    use super::tree::PyIndex;
+    use pyo3::prelude::*;
+
+    /// Name of the instruction set that the kernels use on this machine.
+    #[pyfunction]
+    fn simd_name() -> &'static str {
+        crate::simd::name()
+    }
+
+    /// Threads of one call when `num_threads` is None.
+    #[pyfunction]
+    fn available_threads() -> usize {
+        crate::threads::available()
+    }
+
+    #[pymodule_init]
+    fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        module.add("__version__", env!("CARGO_PKG_VERSION"))
+    }
+}

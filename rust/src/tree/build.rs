@@ -1,0 +1,303 @@
+//! Building a tree from a bulk of keys: promote, link, refine, split, lay out.
+//!
+//! No step scans all pairs: every link is found by a descent through the levels above it. All
+//! choices depend on the seed and the keys alone, never on the number of threads.
+
+use super::node::Level;
+use super::search::{Frontier, Nearest};
+use super::split::bisect;
+use super::summary::Sums;
+use super::{LINK_FIELD_OF_VIEW, Tree};
+use crate::config::TreeOptions;
+use crate::ids::{KeyId, NO_PARENT, NodeId};
+use crate::pages::PagePool;
+use crate::random::Random;
+use crate::rows::{Dtype, NO_ELEMENTS, Strided};
+use crate::threads;
+use crate::transform::Transform;
+
+/// Links found by one work item.
+const CHUNK: usize = 256;
+
+/// Keys, values and ids of the tokens to index; the arrays are equally long and not empty.
+#[derive(Debug, Clone, Copy)]
+pub struct Tokens<'a> {
+    pub keys: Strided<'a>,
+    pub values: Strided<'a>,
+    pub ids: &'a [KeyId],
+}
+
+impl Tree {
+    /// `limit`: threads to use at most (0: all).
+    pub fn build(tokens: Tokens<'_>, options: &TreeOptions, stream: u64, limit: usize) -> Self {
+        let transform = Transform::fit(tokens.keys);
+        let mut draft = Draft::promote(tokens.keys, &transform, options, stream);
+        draft.link_all(limit);
+        for _ in 0..options.refine_passes {
+            draft.move_to_means();
+            draft.link_all(limit);
+        }
+        draft.split_full_leaves(options.page_capacity);
+        draft.move_to_means();
+        draft.split_full_nodes(Tree::child_capacity(options));
+        draft.lay_out(tokens, options, stream)
+    }
+}
+
+/// Levels under construction: f32 means without values; the children of a leaf are points.
+struct Draft<'a> {
+    keys: Strided<'a>,
+    transform: &'a Transform,
+    levels: Vec<Level>,
+}
+
+impl<'a> Draft<'a> {
+    /// Random points seed the leaves, 1/fanout of those the level above, and so on.
+    fn promote(
+        keys: Strided<'a>,
+        transform: &'a Transform,
+        options: &TreeOptions,
+        stream: u64,
+    ) -> Self {
+        let mut sizes = vec![keys.len.div_ceil(options.page_size)];
+        while sizes[sizes.len() - 1] > Tree::top_target(options) {
+            sizes.push(sizes[sizes.len() - 1].div_ceil(options.fanout));
+        }
+        let seeds = Random::new(options.seed, stream).sample(keys.len, sizes[0]);
+        let mut sums = Sums::new(keys.dim, 0);
+        let levels = sizes.into_iter().map(|size| {
+            let mut level = Level::with_capacity(Dtype::F32, keys.dim, 0, size, true);
+            for &seed in &seeds[..size] {
+                sums.clear();
+                sums.add_token(transform, keys.row(seed as usize), NO_ELEMENTS);
+                sums.push_to(&mut level, true);
+            }
+            level
+        });
+        Self {
+            keys,
+            levels: levels.collect(),
+            transform,
+        }
+    }
+
+    /// Links every level to the one above, top down, and the points to the leaves.
+    fn link_all(&mut self, limit: usize) {
+        for depth in (0..self.levels.len()).rev() {
+            let items = match depth {
+                0 => self.keys.len,
+                _ => self.levels[depth - 1].len(),
+            };
+            let mut parents = vec![0; items];
+            let mut chunks: Vec<&mut [NodeId]> = parents.chunks_mut(CHUNK).collect();
+            threads::for_each_mut(limit, &mut chunks, |chunk, parents| {
+                self.find_parents(depth, chunk * CHUNK, parents);
+            });
+            let level = &mut self.levels[depth];
+            level.children.resize_with(level.len(), Vec::new);
+            level.children.iter_mut().for_each(Vec::clear);
+            for (item, &parent) in parents.iter().enumerate() {
+                level.children[parent as usize].push(item as u32);
+            }
+        }
+    }
+
+    /// Nearest nodes of level `depth` to the points (depth 0) or nodes below it, from `first` on.
+    fn find_parents(&self, depth: usize, first: usize, parents: &mut [NodeId]) {
+        let mut frontier = Frontier::default();
+        let mut point = vec![0.0; self.keys.dim];
+        for (i, parent) in parents.iter_mut().enumerate() {
+            let lift = self.coordinates(depth, first + i, &mut point);
+            let mut nearest = Nearest {
+                point: &point,
+                lift,
+                field_of_view: LINK_FIELD_OF_VIEW,
+            };
+            *parent = nearest.find(&self.levels, depth, &mut frontier);
+        }
+    }
+
+    /// Centred key and lift of a child of level `depth`: a point, or a node of the level below.
+    fn coordinates(&self, depth: usize, item: usize, point: &mut [f32]) -> f32 {
+        if depth == 0 {
+            let squared = self.transform.centre(self.keys.row(item), point);
+            return self.transform.lift(squared);
+        }
+        let below = &self.levels[depth - 1];
+        crate::rows::to_f32(below.keys.row(item), point);
+        below.scalars[item].lift
+    }
+
+    /// Moves every node to the mean of its tokens; an empty node stays where it was.
+    fn move_to_means(&mut self) {
+        let mut sums = Sums::new(self.keys.dim, 0);
+        for depth in 0..self.levels.len() {
+            let (below, from) = self.levels.split_at_mut(depth);
+            let level = &mut from[0];
+            for node in 0..level.len() {
+                sums.clear();
+                for &child in &level.children[node] {
+                    match below.last() {
+                        None => {
+                            let key = self.keys.row(child as usize);
+                            sums.add_token(self.transform, key, NO_ELEMENTS);
+                        }
+                        Some(below) => sums.add_node(below, child as usize),
+                    }
+                }
+                if sums.count > 0 {
+                    sums.write_to(level, node, true);
+                } else {
+                    level.scalars[node].count = 0;
+                    level.sums.set_f32(node, &vec![0.0; self.keys.dim + 3]);
+                }
+            }
+        }
+    }
+
+    fn split_full_leaves(&mut self, capacity: usize) {
+        self.split_level(0, capacity);
+    }
+
+    /// Splits upper nodes with too many children, from below, so that splits go up.
+    fn split_full_nodes(&mut self, capacity: usize) {
+        for depth in 1..self.levels.len() {
+            self.split_level(depth, capacity);
+        }
+    }
+
+    /// Halves every node of a level until none has more than `capacity` children. New nodes
+    /// become siblings.
+    fn split_level(&mut self, depth: usize, capacity: usize) {
+        let width = self.keys.dim + 1;
+        let parents = self.parents(depth);
+        let mut sums = Sums::new(self.keys.dim, 0);
+        for node in 0..self.levels[depth].len() {
+            let mut waiting = vec![node];
+            while let Some(full) = waiting.pop() {
+                let children = std::mem::take(&mut self.levels[depth].children[full]);
+                if children.len() <= capacity {
+                    self.levels[depth].children[full] = children;
+                    continue;
+                }
+                let mut points = vec![0.0; children.len() * width];
+                for (row, &child) in points.chunks_exact_mut(width).zip(&children) {
+                    let (key, lift) = row.split_at_mut(width - 1);
+                    lift[0] = self.coordinates(depth, child as usize, key);
+                }
+                let sides = bisect(&points, width);
+                let half = |side: bool| {
+                    let members = children.iter().zip(&sides);
+                    members
+                        .filter(|m| *m.1 == side)
+                        .map(|m| *m.0)
+                        .collect::<Vec<_>>()
+                };
+                let new = self.levels[depth].len();
+                sums.clear();
+                sums.push_to(&mut self.levels[depth], true);
+                self.levels[depth].children[full] = half(false);
+                self.levels[depth].children.push(half(true));
+                self.recompute(depth, full, &mut sums);
+                self.recompute(depth, new, &mut sums);
+                if let (Some(parents), Some(above)) = (&parents, self.levels.get_mut(depth + 1)) {
+                    above.children[parents[node] as usize].push(new as NodeId);
+                }
+                waiting.extend([full, new]);
+            }
+        }
+    }
+
+    fn recompute(&mut self, depth: usize, node: usize, sums: &mut Sums) {
+        sums.clear();
+        let (below, from) = self.levels.split_at_mut(depth);
+        for &child in &from[0].children[node] {
+            match below.last() {
+                None => sums.add_token(self.transform, self.keys.row(child as usize), NO_ELEMENTS),
+                Some(below) => sums.add_node(below, child as usize),
+            }
+        }
+        sums.write_to(&mut from[0], node, true);
+    }
+
+    /// Parents of the nodes of a level, unless it is the top.
+    fn parents(&self, depth: usize) -> Option<Vec<NodeId>> {
+        let above = self.levels.get(depth + 1)?;
+        let mut parents = vec![NO_PARENT; self.levels[depth].len()];
+        for (node, children) in above.children.iter().enumerate() {
+            children
+                .iter()
+                .for_each(|&c| parents[c as usize] = node as NodeId);
+        }
+        Some(parents)
+    }
+
+    /// Numbers the nodes so that the children of a node are neighbours, without empty ones, and
+    /// copies the rows into pages in that order.
+    fn lay_out(self, tokens: Tokens<'_>, options: &TreeOptions, stream: u64) -> Tree {
+        let (key_dim, value_dim) = (tokens.keys.dim, tokens.values.dim);
+        let top = self.levels.len() - 1;
+        let full =
+            |depth: usize, node: &NodeId| self.levels[depth].scalars[*node as usize].count > 0;
+        let mut orders: Vec<Vec<NodeId>> = vec![Vec::new(); top + 1];
+        orders[top] = (0..self.levels[top].len() as NodeId)
+            .filter(|n| full(top, n))
+            .collect();
+        for depth in (0..top).rev() {
+            let above = &self.levels[depth + 1];
+            let children = orders[depth + 1]
+                .iter()
+                .flat_map(|&n| &above.children[n as usize]);
+            orders[depth] = children.copied().filter(|n| full(depth, n)).collect();
+        }
+
+        let mut pages = PagePool::new(tokens.keys.dtype(), key_dim, value_dim);
+        pages.reserve(tokens.keys.len, orders[0].len());
+        let mut sums = Sums::new(key_dim, value_dim);
+        let mut levels: Vec<Level> = Vec::with_capacity(top + 1);
+        for (depth, order) in orders.iter().enumerate() {
+            let mut level =
+                Level::with_capacity(options.summary_dtype, key_dim, value_dim, order.len(), true);
+            let mut next_child = 0;
+            for &node in order {
+                let members = &self.levels[depth].children[node as usize];
+                sums.clear();
+                if let Some(below) = levels.last_mut() {
+                    let count = members.iter().filter(|n| full(depth - 1, n)).count();
+                    let children: Vec<NodeId> =
+                        (next_child..next_child + count as NodeId).collect();
+                    next_child += count as NodeId;
+                    for &child in &children {
+                        sums.add_node(below, child as usize);
+                        below.scalars[child as usize].parent = level.len() as NodeId;
+                    }
+                    level.children.push(children);
+                } else {
+                    let page = pages.allocate(members.len());
+                    for (i, &member) in members.iter().enumerate() {
+                        let member = member as usize;
+                        let (key, value) = (tokens.keys.row(member), tokens.values.row(member));
+                        pages.write(page, i, key, value, tokens.ids[member]);
+                    }
+                    sums.add_page(self.transform, &pages, page);
+                    level.pages.push(page);
+                }
+                sums.push_to(&mut level, true);
+            }
+            levels.push(level);
+        }
+        // Leaf sums only served the level above: a leaf is recomputed from its page.
+        let leaves = &mut levels[0];
+        leaves.sums = crate::rows::RowStore::new(Dtype::F32, 0);
+        leaves.children = Vec::new();
+        leaves.pages.shrink_to_fit();
+        Tree {
+            options: options.clone(),
+            stream,
+            transform: self.transform.clone(),
+            pages,
+            levels,
+            len: tokens.keys.len,
+        }
+    }
+}

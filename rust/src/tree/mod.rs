@@ -1,0 +1,64 @@
+//! The DCI-tree of one KV head: levels of nodes over pages of tokens.
+//!
+//! build: promotion, links, refinement, splits. search: the one descent. insert: growth, splits up
+//! to a new root. check: every invariant. The paper's section 3.2; DESIGN's sections 2 and 3.
+
+pub mod build;
+pub mod check;
+pub mod insert;
+pub mod node;
+pub mod remove;
+pub mod search;
+pub mod split;
+pub mod summary;
+
+use crate::config::TreeOptions;
+use crate::pages::PagePool;
+use crate::transform::Transform;
+use node::Level;
+
+/// Nodes opened at each level when a point looks for its parent.
+pub const LINK_FIELD_OF_VIEW: usize = 4;
+
+/// An index of tokens: never empty.
+#[derive(Debug)]
+pub struct Tree {
+    pub options: TreeOptions,
+    /// Random stream of this tree, so that heads differ under one seed.
+    pub stream: u64,
+    pub transform: Transform,
+    pub pages: PagePool,
+    /// Level 0 holds the leaves; the last level is the top, whose nodes are always scored.
+    pub levels: Vec<Level>,
+    /// Tokens held.
+    pub len: usize,
+}
+
+impl Tree {
+    /// Most nodes of the top level after a build.
+    pub fn top_target(options: &TreeOptions) -> usize {
+        4 * options.fanout
+    }
+
+    /// Most children of an upper node.
+    pub fn child_capacity(options: &TreeOptions) -> usize {
+        2 * options.fanout
+    }
+
+    pub fn leaves(&self) -> &Level {
+        &self.levels[0]
+    }
+
+    /// Bytes of the pages' rows alone: the raw keys and values.
+    pub fn row_bytes(&self) -> usize {
+        self.len * (self.pages.key_dim() + self.pages.value_dim()) * self.pages.dtype().bytes()
+    }
+
+    /// Bytes of everything held, the rows included.
+    pub fn bytes(&self) -> usize {
+        size_of::<Self>()
+            + self.transform.bytes()
+            + self.pages.bytes()
+            + self.levels.iter().map(Level::bytes).sum::<usize>()
+    }
+}

@@ -1,0 +1,159 @@
+//! The one descent, from the top level down, generic in how nodes are ranked.
+//!
+//! At each level all nodes on the frontier are scored; the priority says how many of the best are
+//! opened, and their children are the next frontier. Linking, insertion and M-DCI search open a
+//! field of view; a decode step opens a share and keeps what stays closed for its tail.
+
+use super::Tree;
+use super::node::Level;
+use crate::ids::NodeId;
+use crate::order::{Best, Order};
+use crate::simd;
+
+/// Ranks nodes for one purpose.
+pub trait Priority {
+    /// Replaces `out` by a score for each of `nodes`; higher is opened first.
+    fn score(&mut self, level: &Level, nodes: &[NodeId], out: &mut Vec<f32>);
+
+    /// How many of the nodes just scored to open. `order` ranks them.
+    fn open(&mut self, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize;
+
+    /// Told which of the nodes just scored stay closed, as places in `nodes`.
+    fn close(&mut self, _depth: usize, _nodes: &[NodeId], _places: &[u32]) {}
+}
+
+/// The frontier of a descent; reused from one to the next.
+#[derive(Debug, Default)]
+pub struct Frontier {
+    /// Nodes of the level that the descent stopped at.
+    pub nodes: Vec<NodeId>,
+    /// Their scores.
+    pub scores: Vec<f32>,
+    pub order: Order,
+    places: Vec<u32>,
+    next: Vec<NodeId>,
+    /// Nodes scored, over all levels.
+    pub scored: usize,
+}
+
+/// Descends to level `stop` and leaves its reached nodes, scored, in `frontier`.
+pub fn descend<P: Priority>(
+    levels: &[Level],
+    stop: usize,
+    priority: &mut P,
+    frontier: &mut Frontier,
+) {
+    frontier.scored = 0;
+    frontier.nodes.clear();
+    frontier
+        .nodes
+        .extend(0..levels[levels.len() - 1].len() as NodeId);
+    for depth in (stop..levels.len()).rev() {
+        let level = &levels[depth];
+        priority.score(level, &frontier.nodes, &mut frontier.scores);
+        frontier.scored += frontier.nodes.len();
+        if depth == stop {
+            return;
+        }
+        frontier.order.rank(&frontier.scores);
+        let opened = priority.open(level, &frontier.nodes, &mut frontier.order);
+        frontier.order.partition(opened, &mut frontier.places);
+        let (open, closed) = frontier.places.split_at(opened.min(frontier.nodes.len()));
+        priority.close(depth, &frontier.nodes, closed);
+        frontier.next.clear();
+        for &place in open {
+            let node = frontier.nodes[place as usize] as usize;
+            frontier.next.extend_from_slice(&level.children[node]);
+        }
+        std::mem::swap(&mut frontier.nodes, &mut frontier.next);
+    }
+}
+
+/// Nearness of a lifted point to the nodes' lifted means: minus half the squared distance, up to a
+/// constant of the point. For links, insertion and M-DCI search.
+#[derive(Debug)]
+pub struct Nearest<'a> {
+    /// Centred key, or a query scaled to norm M, [key_dim].
+    pub point: &'a [f32],
+    /// Its extra coordinate; 0 for a query.
+    pub lift: f32,
+    /// Nodes opened at each level.
+    pub field_of_view: usize,
+}
+
+impl Priority for Nearest<'_> {
+    fn score(&mut self, level: &Level, nodes: &[NodeId], out: &mut Vec<f32>) {
+        out.resize(nodes.len(), 0.0);
+        simd::dots(self.point, level.keys.rows(), Some(nodes), out, nodes.len());
+        for (score, &node) in out.iter_mut().zip(nodes) {
+            let scalars = &level.scalars[node as usize];
+            *score += self.lift * scalars.lift - scalars.half_norm;
+        }
+    }
+
+    fn open(&mut self, _level: &Level, _nodes: &[NodeId], _order: &mut Order) -> usize {
+        self.field_of_view
+    }
+}
+
+impl Nearest<'_> {
+    /// The nearest reached node of level `stop`.
+    pub fn find(&mut self, levels: &[Level], stop: usize, frontier: &mut Frontier) -> NodeId {
+        descend(levels, stop, self, frontier);
+        let mut best = 0;
+        for (i, score) in frontier.scores.iter().enumerate() {
+            if *score > frontier.scores[best] {
+                best = i;
+            }
+        }
+        frontier.nodes[best]
+    }
+}
+
+/// Leaves that an M-DCI search with this field of view reaches, best first.
+///
+/// The query is scaled to the radius of the sphere: that changes no ranking among points on the
+/// sphere, and weighs means inside it as the paper's distance does.
+pub fn reach_leaves(
+    tree: &Tree,
+    query: &[f32],
+    field_of_view: usize,
+    frontier: &mut Frontier,
+) -> Vec<NodeId> {
+    let norm = query.iter().map(|x| x * x).sum::<f32>().sqrt();
+    let scale = if norm > 0.0 {
+        tree.transform.radius() / norm
+    } else {
+        0.0
+    };
+    let scaled: Vec<f32> = query.iter().map(|x| x * scale).collect();
+    let mut nearest = Nearest {
+        point: &scaled,
+        lift: 0.0,
+        field_of_view,
+    };
+    descend(&tree.levels, 0, &mut nearest, frontier);
+    frontier.order.rank(&frontier.scores);
+    let nodes = &frontier.nodes;
+    frontier
+        .order
+        .best(field_of_view)
+        .map(|place| nodes[place])
+        .collect()
+}
+
+/// M-DCI search (paper section 3.2): scores exactly the keys of the leaves that it reaches. Adds
+/// to `best`; returns how many nodes were scored on the way. [`crate::exact::search`] is its oracle.
+pub fn search(
+    tree: &Tree,
+    query: &[f32],
+    field_of_view: usize,
+    best: &mut Best,
+    frontier: &mut Frontier,
+) -> usize {
+    for leaf in reach_leaves(tree, query, field_of_view, frontier) {
+        let page = tree.levels[0].pages[leaf as usize];
+        best.add(query, tree.pages.keys(page), tree.pages.ids(page));
+    }
+    frontier.scored
+}

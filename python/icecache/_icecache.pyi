@@ -1,0 +1,83 @@
+"""The Rust core. Private: `LayerCache` and `DciTree` check what they pass on."""
+
+from typing import Any, final
+
+import numpy as np
+import numpy.typing as npt
+
+__all__ = ["Index", "Layer", "__version__", "available_threads", "simd_name"]
+__version__: str
+
+def simd_name() -> str: ...
+def available_threads() -> int: ...
+@final
+class Layer:
+    def __new__(
+        cls,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        layer_index: int,
+        config: Any,
+    ) -> Layer: ...
+    def prefill(
+        self,
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        dtype: str,
+        q: npt.NDArray[Any] | None = None,
+        out: npt.NDArray[np.float32] | None = None,
+    ) -> None: ...
+    def decode(
+        self,
+        q: npt.NDArray[Any],
+        k: npt.NDArray[Any],
+        v: npt.NDArray[Any],
+        dtype: str,
+        out: npt.NDArray[np.float32],
+    ) -> None: ...
+    def append(self, k: npt.NDArray[Any], v: npt.NDArray[Any], dtype: str) -> None: ...
+    def attend(self, q: npt.NDArray[Any], dtype: str, out: npt.NDArray[np.float32]) -> None: ...
+    def attend_exact(
+        self, q: npt.NDArray[Any], dtype: str, out: npt.NDArray[np.float32]
+    ) -> None: ...
+    def crop(self, n: int) -> None: ...
+    def reset(self) -> None: ...
+    def gather(self) -> tuple[npt.NDArray[Any], npt.NDArray[Any]]: ...
+    @property
+    def seq_len(self) -> int: ...
+    @property
+    def dtype(self) -> str | None: ...
+    def selected(self) -> list[list[int]]: ...
+    def check(self) -> None: ...
+    def stats(self) -> dict[str, Any]: ...
+
+@final
+class Index:
+    def __new__(
+        cls,
+        dim: int,
+        page_size: int,
+        page_capacity: int,
+        fanout: int,
+        refine_passes: int,
+        summary_dtype: str,
+        seed: int,
+        num_threads: int,
+    ) -> Index: ...
+    def insert(self, keys: npt.NDArray[Any], dtype: str) -> None: ...
+    def search(
+        self,
+        queries: npt.NDArray[Any],
+        dtype: str,
+        field_of_view: int,
+        exact: bool,
+        ids: npt.NDArray[np.int64],
+        scores: npt.NDArray[np.float32],
+    ) -> tuple[int, int]: ...
+    def check(self) -> None: ...
+    def __len__(self) -> int: ...
+    @property
+    def dtype(self) -> str | None: ...
+    def stats(self) -> tuple[int, int, int, list[int]]: ...

@@ -1,0 +1,117 @@
+"""NumPy arrays and CPU torch tensors as what the core takes, without a copy where possible.
+
+torch is never imported here: a tensor is known by its module, so that NumPy users need no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+Array = Any
+"""A NumPy array or a CPU torch tensor of f32, f16 or bf16."""
+
+
+class Operand(NamedTuple):
+    """An array as the core takes it."""
+
+    array: npt.NDArray[Any]
+    """The elements; bf16 as a uint16 view."""
+    dtype: str
+    """"f32", "f16" or "bf16"."""
+    like: Any
+    """What was given: results are made of its kind and dtype."""
+
+
+def is_tensor(value: Any) -> bool:
+    """Whether this is a torch tensor, found out without importing torch."""
+    torch = sys.modules.get("torch")
+    return torch is not None and isinstance(value, torch.Tensor)
+
+
+def operand(name: str, value: Array) -> Operand:
+    """Checks kind and dtype. Copies only if the last axis is not contiguous or an axis runs
+    backwards.
+
+    Raises `TypeError` for anything but f32, f16 or bf16 in a NumPy array or a CPU torch tensor,
+    `ValueError` for a tensor that records gradients.
+    """
+    array, dtype = _from_tensor(name, value) if is_tensor(value) else _from_numpy(name, value)
+    item = array.itemsize
+    unit_rows = array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == item
+    forward = all(s >= 0 and s % item == 0 for s in array.strides)
+    if not (unit_rows and forward and array.flags.aligned):
+        array = np.ascontiguousarray(array)
+    return Operand(array, dtype, value)
+
+
+def _from_tensor(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:
+    import torch
+
+    if value.device.type != "cpu":
+        raise TypeError(f"{name} must be on the CPU, got a tensor on {value.device}")
+    if value.requires_grad:
+        if torch.is_grad_enabled():
+            raise ValueError(
+                f"{name} records gradients, which a cache cannot pass on: "
+                "run under torch.no_grad() or torch.inference_mode()"
+            )
+        value = value.detach()
+    if value.dtype == torch.float32:
+        return value.numpy(), "f32"
+    if value.dtype == torch.float16:
+        return value.numpy(), "f16"
+    if value.dtype == torch.bfloat16:
+        return value.view(torch.uint16).numpy(), "bf16"
+    raise TypeError(f"{name} must be float32, float16 or bfloat16, got {value.dtype}")
+
+
+def _from_numpy(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:
+    if not isinstance(value, np.ndarray):
+        raise TypeError(
+            f"{name} must be a NumPy array or a CPU torch tensor, got {type(value).__name__}"
+        )
+    if value.dtype == np.float32:
+        return value, "f32"
+    if value.dtype == np.float16:
+        return value, "f16"
+    if value.dtype.name == "bfloat16":
+        return value.view(np.uint16), "bf16"
+    hint = " (bf16 is the bfloat16 of ml_dtypes)" if value.dtype == np.uint16 else ""
+    raise TypeError(f"{name} must be float32, float16 or bfloat16, got {value.dtype}{hint}")
+
+
+def same_dtype(**operands: Operand) -> str:
+    """The dtype that all operands share; `TypeError` if they differ."""
+    dtypes = {op.dtype for op in operands.values()}
+    if len(dtypes) > 1:
+        listed = ", ".join(f"{name} {op.dtype}" for name, op in operands.items())
+        raise TypeError(f"all arrays of a call must have one dtype, got {listed}")
+    return dtypes.pop()
+
+
+def result(out: npt.NDArray[np.float32], like: Array) -> Array:
+    """An output in the kind and dtype of `like`."""
+    if is_tensor(like):
+        import torch
+
+        return torch.from_numpy(out).to(like.dtype)
+    return out if like.dtype == np.float32 else out.astype(like.dtype)
+
+
+def stored(flat: npt.NDArray[Any], dtype: str, tensors: bool, shape: tuple[int, ...]) -> Array:
+    """Rows that the core gives back, as a tensor or an array."""
+    array = flat.reshape(shape)
+    if tensors:
+        import torch
+
+        tensor = torch.from_numpy(array)
+        return tensor.view(torch.bfloat16) if dtype == "bf16" else tensor
+    if dtype != "bf16":
+        return array
+    from ml_dtypes import bfloat16
+
+    return array.view(bfloat16)

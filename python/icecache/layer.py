@@ -1,0 +1,179 @@
+"""`LayerCache`: one layer of one sequence, the two flows on the CPU.
+
+prefill: store, attend exactly, index what is beyond sink and window.
+decode:  store, attend to sink, window and the tokens that the index finds, merge the summary of
+         the rest. One call into the core per step; see rust/src/layer.rs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _icecache
+from .arrays import Array, Operand, is_tensor, operand, result, same_dtype, stored
+from .config import IceConfig
+from .stats import LayerStats
+
+
+class LayerCache:
+    """The keys and values of one attention layer of one sequence, in host memory.
+
+    Arrays are NumPy arrays or CPU torch tensors of float32, float16 or bfloat16 (`ml_dtypes` for
+    NumPy), one dtype in all: that of the first keys. `k` and `v` are [kv_heads, n, head_dim], `q`
+    and every output [q_heads, n, head_dim]; query head `h` reads KV head
+    `h // (num_q_heads // num_kv_heads)`. Rotary embedding is already applied. Outputs have the kind
+    and dtype of `q` and are accumulated in float32.
+
+    Every error (`ValueError`, `TypeError`) is raised before anything is changed.
+
+    Args:
+        num_q_heads: query heads, a multiple of `num_kv_heads`.
+        num_kv_heads: key/value heads.
+        head_dim: elements of a key and of a value.
+        config: options; see PARAMETERS.md.
+        scale: factor of the logits; None means `head_dim ** -0.5`.
+        layer_index: makes the random promotion of one layer differ from that of the next.
+    """
+
+    def __init__(
+        self,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        config: IceConfig | None = None,
+        scale: float | None = None,
+        *,
+        layer_index: int = 0,
+    ) -> None:
+        for name, value in (
+            ("num_q_heads", num_q_heads),
+            ("num_kv_heads", num_kv_heads),
+            ("head_dim", head_dim),
+        ):
+            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
+                raise ValueError(f"{name} must be a positive integer, got {value!r}")
+        self.num_q_heads = int(num_q_heads)
+        self.num_kv_heads = int(num_kv_heads)
+        self.head_dim = int(head_dim)
+        self.config = IceConfig() if config is None else config
+        self.scale = float(head_dim**-0.5 if scale is None else scale)
+        self._core = _icecache.Layer(
+            self.num_q_heads,
+            self.num_kv_heads,
+            self.head_dim,
+            self.scale,
+            layer_index,
+            self.config,
+        )
+        self._tensors = False
+
+    def prefill(self, k: Array, v: Array, q: Array | None = None) -> Array | None:
+        """Appends `k` and `v` and indexes them; may be called repeatedly.
+
+        With `q`, the queries of the same positions, returns exact attention to everything stored
+        so far, each position to itself and what is before it.
+        """
+        keys, values = operand("k", k), operand("v", v)
+        if q is None:
+            self._core.prefill(keys.array, values.array, same_dtype(k=keys, v=values))
+            self._tensors = is_tensor(k)
+            return None
+        queries = operand("q", q)
+        dtype = same_dtype(q=queries, k=keys, v=values)
+        out = self._output(queries)
+        self._core.prefill(keys.array, values.array, dtype, queries.array, out)
+        self._tensors = is_tensor(k)
+        return result(out, q)
+
+    def decode(self, q: Array, k: Array, v: Array) -> Array:
+        """Appends one position or more, then attends sparsely: each position selects for itself
+        and sees nothing after it."""
+        queries, keys, values = operand("q", q), operand("k", k), operand("v", v)
+        dtype = same_dtype(q=queries, k=keys, v=values)
+        out = self._output(queries)
+        self._core.decode(queries.array, keys.array, values.array, dtype, out)
+        self._tensors = is_tensor(k)
+        return result(out, q)
+
+    def append(self, k: Array, v: Array) -> None:
+        """Appends positions as `decode` does, without attending."""
+        keys, values = operand("k", k), operand("v", v)
+        self._core.append(keys.array, values.array, same_dtype(k=keys, v=values))
+        self._tensors = is_tensor(k)
+
+    def attend(self, q: Array) -> Array:
+        """Attends sparsely with the queries of the last stored positions, without appending.
+
+        Takes as many positions as the window holds at most (`stats().window_tokens`).
+        """
+        return self._attend(self._core.attend, q)
+
+    def attend_exact(self, q: Array) -> Array:
+        """Attends to everything with the queries of the last stored positions."""
+        return self._attend(self._core.attend_exact, q)
+
+    def gather(self) -> tuple[Array, Array]:
+        """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
+        keys, values = self._core.gather()
+        dtype = self._core.dtype or "f32"
+        shape = (self.num_kv_heads, self.seq_len, self.head_dim)
+        return (
+            stored(keys, dtype, self._tensors, shape),
+            stored(values, dtype, self._tensors, shape),
+        )
+
+    def crop(self, n: int) -> None:
+        """Keeps the first `n` tokens.
+
+        Inside the window nothing else changes; deeper, tokens leave the tree and the last ones
+        kept become the window again.
+        """
+        if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
+            raise ValueError(f"crop keeps the first n tokens: n must be at least 0, got {n!r}")
+        self._core.crop(int(n))
+
+    def reset(self) -> None:
+        """Forgets everything, the dtype too."""
+        self._core.reset()
+
+    def check(self) -> None:
+        """Verifies every invariant of the index; `RuntimeError` names the first that is broken."""
+        self._core.check()
+
+    @property
+    def seq_len(self) -> int:
+        """Tokens stored."""
+        return self._core.seq_len
+
+    @property
+    def dtype(self) -> str | None:
+        """"f32", "f16" or "bf16"; None while nothing is stored."""
+        return self._core.dtype
+
+    def selected(self) -> list[npt.NDArray[np.int64]]:
+        """Per KV head the positions, ascending, that the last step attended to exactly: sink,
+        window and selected."""
+        return [np.asarray(positions, np.int64) for positions in self._core.selected()]
+
+    def stats(self) -> LayerStats:
+        """Sizes, and what the last step read."""
+        return LayerStats(**self._core.stats())
+
+    def _attend(self, call: Any, q: Array) -> Array:
+        queries = operand("q", q)
+        out = self._output(queries)
+        call(queries.array, queries.dtype, out)
+        return result(out, q)
+
+    def _output(self, queries: Operand) -> npt.NDArray[np.float32]:
+        tokens = queries.array.shape[1] if queries.array.ndim == 3 else 0
+        return np.empty((self.num_q_heads, tokens, self.head_dim), np.float32)
+
+    def __repr__(self) -> str:
+        return (
+            f"LayerCache(num_q_heads={self.num_q_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"head_dim={self.head_dim}, seq_len={self.seq_len}, dtype={self.dtype})"
+        )

@@ -1,0 +1,68 @@
+"""What a cache holds and what its last step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerStats:
+    """One layer of one sequence. Counts of tokens are per KV head; bytes are of all heads."""
+
+    seq_len: int
+    """Tokens stored."""
+    sink_tokens: int
+    """First tokens, attended exactly at every step."""
+    window_tokens: int
+    """Most recent tokens, attended exactly at every step."""
+    tree_tokens: int
+    """Tokens in the index: all that are in neither sink nor window."""
+    pages: int
+    """Pages (leaves of the trees) of all heads."""
+    mean_page_fill: float
+    """Tokens per page."""
+    nodes_per_level: tuple[int, ...]
+    """Nodes of all heads by level, leaves first."""
+    kv_bytes: int
+    """Bytes of the raw keys and values."""
+    index_bytes: int
+    """Every byte held beyond them: summaries, links, ids, slack."""
+    overhead: float
+    """`index_bytes / kv_bytes`."""
+    steps: int
+    """Positions decoded since the start or the last reset."""
+    tokens_exact: float
+    """Last step: tokens attended exactly (sink, window and selected), mean over KV heads."""
+    key_rows_read: float
+    """Last step: keys and mean keys read, mean over KV heads."""
+    value_rows_read: float
+    """Last step: values and mean values read, mean over KV heads."""
+    mass_exact: float
+    """Last step: share of the estimated softmax attended exactly, mean over query heads."""
+    error_estimate: float
+    """Last step: estimated relative output error, mean over query heads. Single outliers inside
+    nodes that were not opened are invisible to it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TreeStats:
+    """A `DciTree`."""
+
+    keys: int
+    """Keys stored."""
+    pages: int
+    """Leaves."""
+    mean_page_fill: float
+    """Keys per page."""
+    nodes_per_level: tuple[int, ...]
+    """Nodes by level, leaves first."""
+    key_bytes: int
+    """Bytes of the raw keys."""
+    index_bytes: int
+    """Every byte held beyond them."""
+    overhead: float
+    """`index_bytes / key_bytes`."""
+    last_nodes_scored: float
+    """Last search: nodes scored per query."""
+    last_keys_scored: float
+    """Last search: keys scored per query."""

@@ -1,0 +1,347 @@
+"""A transformers `Cache` whose full-attention layers are icecache layers.
+
+    cache = IceCache(model, token_budget=64)
+    model.generate(**inputs, past_key_values=cache)  # `cache=cache` from transformers 5.24
+
+    with icecache.attach(model, token_budget=64) as cache:  # restores the model afterwards
+        model.generate(**inputs, past_key_values=cache)
+
+A forward goes through the layers in order. Each replaced layer first gets its new keys and values
+(`update`, which only remembers them), then their query through the attention function, and only
+then stores them. So the last layer's length is the length after the last forward that was
+complete, and whatever an earlier layer holds beyond it comes from a forward that failed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
+
+from .attention import ATTENTION_NAME, IceLayer, LayerStore, StoreFactory, refuse_gradients
+from .config import IceConfig
+from .layer import LayerCache
+from .stats import LayerStats
+
+_logger = logging.getLogger(__name__)
+_FULL = "full_attention"
+_ATTENDING = (_FULL, "sliding_attention", "chunked_attention")
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """What an `IceCache` holds, and what its last step read.
+
+    The byte counts are sums over the replaced layers, the others means over them (0 while nothing
+    is stored); `dense_kv_bytes` belongs to the layers that are left as they are.
+    """
+
+    layers: dict[int, LayerStats]
+    """By layer of the model: the replaced layers that have stored something."""
+    seq_len: int
+    kv_bytes: int
+    index_bytes: int
+    overhead: float
+    dense_kv_bytes: int
+    tokens_exact: float
+    key_rows_read: float
+    value_rows_read: float
+    mass_exact: float
+    error_estimate: float
+
+
+class IceCache(Cache):
+    """The cache of one sequence: `model.generate(**inputs, past_key_values=cache)`.
+
+    Full-attention layers attend exactly to sink, window and the `token_budget` tokens per KV head
+    that the index finds, and to a summary of all the rest. Layers of other types, and the first
+    `dense_layers`, stay as transformers' `DynamicCache` makes them.
+
+    A forward over more than `sparse_max_queries` positions is taken for prefill and attends
+    exactly, a shorter one sparsely; a layer's first forward is always exact. `exact()` and
+    `sparse()` override this.
+
+    Sets the model's attention implementation to "icecache"; `attach` restores it afterwards.
+    Several caches may share a model, and a model may run with other caches meanwhile.
+
+    Args:
+        model: a transformers model whose attention goes through `AttentionInterface`.
+        token_budget: 64 unless given.
+        config: all options as one `IceConfig`, instead of `token_budget` and `options`.
+        layer_factory: makes each layer's store, instead of a `LayerCache` with the options.
+        options: the other options of `IceConfig`.
+
+    Raises `ValueError` if the model cannot be used: no full-attention layer is left to replace,
+    layers share keys and values, or the attention function cannot be set. Later, at a forward,
+    `ValueError` for a batch above 1, padding, gradients, or attention features that it lacks, and
+    `RuntimeError` if the model's attention implementation is not "icecache" any more.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        token_budget: int | None = None,
+        *,
+        config: IceConfig | None = None,
+        layer_factory: StoreFactory | None = None,
+        **options: Any,
+    ) -> None:
+        if token_budget is not None:
+            options["token_budget"] = token_budget
+        if config is not None and options:
+            raise TypeError(f"expected either config or options, got config and {sorted(options)}")
+        self.config = config if config is not None else IceConfig(**options)
+        owner = _attention_owner(model)
+        self._text_config: PreTrainedConfig = owner.config
+        layers, kinds = _plain_layers(owner)
+        factory = layer_factory or _layer_cache_factory(self.config)
+        for index, kind in kinds.items():
+            if kind == _FULL and index >= self.config.dense_layers:
+                layers[index] = IceLayer(index, factory)
+        super().__init__(layers=layers)
+        self.layers: list[Any]
+        self._last_index = max(kinds, default=0)
+        self._force_exact: bool | None = None
+        self._last_updated: IceLayer | None = None
+        self._before: dict[int, dict[str, Any]] = {}
+        if not self.replaced_layers:
+            raise ValueError(
+                f"expected at least one layer of type {_FULL!r} at or after dense_layers="
+                f"{self.config.dense_layers} to replace, got {list(kinds.values())} "
+                "(a sliding_window in the model's config makes layers sliding)"
+            )
+        owner.set_attn_implementation(ATTENTION_NAME)
+        if owner.config._attn_implementation != ATTENTION_NAME:
+            raise ValueError(
+                f"expected a model whose attention goes through transformers' AttentionInterface, "
+                f"got {type(owner).__name__}, which does not let it be set"
+            )
+
+    @property
+    def replaced_layers(self) -> tuple[int, ...]:
+        """The layers of the model whose attention is icecache's."""
+        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, IceLayer))
+
+    def exact(self) -> AbstractContextManager[None]:
+        """Within it, every forward attends exactly, however short."""
+        return self._forced(True)
+
+    def sparse(self) -> AbstractContextManager[None]:
+        """Within it, every forward attends sparsely, however long; a layer's first stays exact."""
+        return self._forced(False)
+
+    @contextmanager
+    def _forced(self, exact: bool) -> Iterator[None]:
+        before, self._force_exact = self._force_exact, exact
+        try:
+            yield
+        finally:
+            self._force_exact = before
+
+    def update(
+        self,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        layer_idx: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Called by the model: gives a layer its new rows, `[1, kv_heads, t, head_dim]`.
+
+        Returns what the attention function is to be given: the new rows alone on a replaced layer.
+        """
+        implementation = self._text_config._attn_implementation
+        if implementation != ATTENTION_NAME:
+            raise RuntimeError(
+                f"expected the model's attention implementation to be {ATTENTION_NAME!r}, got "
+                f"{implementation!r}: use the cache inside `with icecache.attach(model)`, make it "
+                f"with IceCache(model), or call model.set_attn_implementation({ATTENTION_NAME!r})"
+            )
+        if key_states.shape[0] != 1:
+            raise ValueError(f"icecache holds one sequence: got a batch of {key_states.shape[0]}")
+        refuse_gradients(key_states, value_states)
+        self._roll_back(layer_idx)
+        if self._last_updated is not None and self._last_updated.is_waiting:
+            raise RuntimeError(
+                f"expected attention on layer {self._last_updated.index} before layer {layer_idx}, "
+                "got none: this model's attention does not go through AttentionInterface"
+            )
+        layer = self.layers[layer_idx]
+        if isinstance(layer, IceLayer):
+            t = key_states.shape[2]
+            exact = t > self.config.sparse_max_queries
+            kwargs["exact"] = exact if self._force_exact is None else self._force_exact
+            self._last_updated = layer
+        elif _is_sliding(layer):
+            # It drops what leaves its window, so only a copy of its state can undo a failure.
+            self._before[layer_idx] = dict(vars(layer))
+        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens in the cache: what the last complete forward left, the same for every layer."""
+        last = self.layers[self._last_index]
+        return last.stored if isinstance(last, IceLayer) else int(last.get_seq_length())
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Length and offset of the keys that the next mask of a layer is about."""
+        self._roll_back(layer_idx)
+        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        return length, offset
+
+    def crop(self, tokens: int) -> None:
+        """Removes `-tokens` tokens if negative, nothing if 0, keeps the first `tokens` if positive.
+
+        Raises what transformers raises where a sliding layer has dropped what it would need.
+        """
+        tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
+        self._roll_back()
+        length = self.get_seq_length()
+        removed = min(-tokens, length) if tokens <= 0 else max(length - tokens, 0)
+        # Sliding layers may refuse, so they come first.
+        for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
+            # `crop(0)` empties a layer of transformers 5.4, and trims one that records its past.
+            if removed or getattr(layer, "record_past", False):
+                layer.crop(-removed)
+
+    def reset(self) -> None:
+        """Forgets everything; the layers stay."""
+        for layer in self.layers:
+            layer.reset()
+        self._before.clear()
+
+    def stats(self) -> CacheStats:
+        """Sizes, and what the last step read, per layer and for the whole cache."""
+        layers = {
+            index: layer.store.stats()
+            for index, layer in enumerate(self.layers)
+            if isinstance(layer, IceLayer) and layer.store is not None
+        }
+        kv_bytes = sum(stats.kv_bytes for stats in layers.values())
+        index_bytes = sum(stats.index_bytes for stats in layers.values())
+
+        def mean(value: Callable[[LayerStats], float]) -> float:
+            return sum(map(value, layers.values())) / max(1, len(layers))
+
+        return CacheStats(
+            layers=layers,
+            seq_len=self.get_seq_length(),
+            kv_bytes=kv_bytes,
+            index_bytes=index_bytes,
+            overhead=index_bytes / kv_bytes if kv_bytes else 0.0,
+            dense_kv_bytes=sum(
+                rows.nbytes
+                for layer in self.layers
+                for rows in (getattr(layer, "keys", None), getattr(layer, "values", None))
+                if isinstance(rows, torch.Tensor)
+            ),
+            tokens_exact=mean(lambda stats: stats.tokens_exact),
+            key_rows_read=mean(lambda stats: stats.key_rows_read),
+            value_rows_read=mean(lambda stats: stats.value_rows_read),
+            mass_exact=mean(lambda stats: stats.mass_exact),
+            error_estimate=mean(lambda stats: stats.error_estimate),
+        )
+
+    def _roll_back(self, layer_idx: int | None = None) -> None:
+        """Undoes a forward that failed midway.
+
+        With `layer_idx`, the layer that is about to be used: in a running forward it is as long as
+        the last layer; if it is longer, that forward has failed and this is a new one.
+        """
+        length = self.get_seq_length()
+
+        def is_ahead(layer: Any) -> bool:
+            return isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > length
+
+        if layer_idx is not None and not is_ahead(self.layers[layer_idx]):
+            return
+        ahead = {index: layer for index, layer in enumerate(self.layers) if is_ahead(layer)}
+        if not ahead:
+            return
+        _logger.warning(
+            "the last forward failed before its last layer: %d layers go back to %d tokens",
+            len(ahead),
+            length,
+        )
+        for index, layer in ahead.items():
+            if isinstance(layer, IceLayer):
+                layer.keep(length)
+            elif type(layer) is DynamicLayer:
+                layer.crop(length - layer.get_seq_length())
+            elif type(layer) is DynamicSlidingWindowLayer:
+                vars(layer).clear()
+                vars(layer).update(self._before[index])
+            if layer.get_seq_length() != length:
+                raise RuntimeError(
+                    f"expected layer {index} to go back to {length} tokens after a failed forward, "
+                    f"got {layer.get_seq_length()} ({layer!r}): call cache.reset() and start over"
+                )
+
+
+@contextmanager
+def attach(
+    model: PreTrainedModel, token_budget: int | None = None, **options: Any
+) -> Iterator[IceCache]:
+    """`with attach(model, token_budget=64) as cache:` makes an `IceCache` of a model.
+
+    Takes what `IceCache` takes. At the end, however it comes, the model has its own attention
+    implementation again.
+    """
+    owner = _attention_owner(model)
+    before = owner.config._attn_implementation
+    try:
+        yield IceCache(model, token_budget, **options)
+    finally:
+        owner.set_attn_implementation(before)
+
+
+def _is_sliding(layer: Any) -> bool:
+    return getattr(layer, "is_sliding", False)
+
+
+def _attention_owner(model: PreTrainedModel) -> PreTrainedModel:
+    """The part of a model whose config its decoder's attention reads: the text model."""
+    text_config = model.config.get_text_config(decoder=True)
+    for module in model.modules():
+        if isinstance(module, PreTrainedModel) and module.config is text_config:
+            return module
+    raise ValueError(f"expected a transformers model with a decoder, got {type(model).__name__}")
+
+
+def _plain_layers(owner: PreTrainedModel) -> tuple[list[Any], dict[int, str]]:
+    """The layers as `DynamicCache` makes them, and the types of those that attend, by index."""
+    config = owner.config
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(f"expected a decoder-only model, got {type(owner).__name__}")
+    sharing = getattr(config, "kv_sharing_modes", None) or ()
+    if getattr(config, "num_kv_shared_layers", 0) or "reuse" in sharing:
+        raise ValueError(f"{type(owner).__name__} shares keys between layers: not supported")
+    layers: list[Any] = DynamicCache(config=config).layers
+    types = getattr(config, "layer_types", None) or [
+        _FULL if type(layer) is DynamicLayer else "sliding_attention" for layer in layers
+    ]
+    # A config may count layers that the model does not have: they would never grow.
+    present = {getattr(module, "layer_idx", None) for module in owner.modules()}
+    kinds = {
+        index: kind
+        for index, (kind, layer) in enumerate(zip(types, layers, strict=False))
+        if kind in _ATTENDING and isinstance(layer, DynamicLayer) and index in present
+    }
+    return layers, kinds
+
+
+def _layer_cache_factory(config: IceConfig) -> StoreFactory:
+    def make(
+        *, num_q_heads: int, num_kv_heads: int, head_dim: int, scale: float | None, layer_index: int
+    ) -> LayerStore:
+        return LayerCache(
+            num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index
+        )
+
+    return make

@@ -1,0 +1,15 @@
+"""Measurement: how close a policy comes to full attention on a real model, and at what cost.
+
+errors    an error with a message for the user
+model     SmolLM2 from PyPI, or any other model
+texts     texts, and haystacks with a passkey
+runs      policies at budgets, and the options that are the same for all
+probe     the true mass of what a layer attended to
+decode    an exact prefill shared by all policies; decoding after it
+kl        distance of the next-token distributions, on given text
+passkey   retrieval
+demo      full attention and icecache side by side
+report    tables and JSON
+
+Needs the extra `eval` (torch, transformers, rich, typer, gguf, accelerate).
+"""

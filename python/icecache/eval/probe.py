@@ -1,0 +1,50 @@
+"""Measures what a layer attends to against the full softmax over everything it stores."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from icecache.policies import LayerLike
+
+
+class Probe:
+    """A `LayerLike` that passes everything on to another one and watches it decode.
+
+    While `armed`, each `decode` is followed by the true share of the full softmax, computed with
+    this query and all stored keys, on the tokens that the layer attended exactly: `true_mass`,
+    the mean over query heads, of the last position.
+    """
+
+    def __init__(
+        self, layer: LayerLike, num_q_heads: int, scale: float | None, *, armed: bool = False
+    ) -> None:
+        self._layer = layer
+        self._num_q_heads = num_q_heads
+        self._scale = scale
+        self.armed = armed
+        self.true_mass = math.nan
+
+    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self._layer.decode(q, k, v)
+        if self.armed:
+            self.true_mass = self._measure(q[:, -1])
+        return out
+
+    def _measure(self, q: torch.Tensor) -> float:
+        keys, _ = self._layer.gather()
+        keys = torch.as_tensor(keys).float()
+        kv_heads, _, head_dim = keys.shape
+        scale = 1.0 / math.sqrt(head_dim) if self._scale is None else self._scale
+        grouped = q.float().reshape(kv_heads, self._num_q_heads // kv_heads, head_dim)
+        probability = torch.softmax(grouped @ keys.mT * scale, dim=-1)
+        per_head = [
+            probability[head][:, torch.as_tensor(positions)].sum(dim=-1)
+            for head, positions in enumerate(self._layer.selected())
+        ]
+        return float(torch.cat(per_head).mean())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._layer, name)

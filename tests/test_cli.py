@@ -1,0 +1,124 @@
+"""The command line, on a tiny model in a directory."""
+
+import json
+import subprocess
+import sys
+from importlib.metadata import version
+
+import pytest
+from tiny_models import llama
+from tiny_tokenizer import VOCABULARY, byte_tokenizer
+from typer.testing import CliRunner
+
+from icecache.cli import app
+
+CLOSENESS = [
+    "policy",
+    "budget",
+    "text",
+    "perplexity",
+    "kl",
+    "kl_stderr",
+    "agreement",
+    "tokens_exact",
+    "key_rows_read",
+    "value_rows_read",
+    "mass_exact_true",
+    "ms_per_token",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("model")
+    llama(vocab_size=VOCABULARY).save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+
+
+def test_eval_on_text(model, tmp_path):
+    out = tmp_path / "out.json"
+    text = tmp_path / "story.txt"
+    text.write_text("It was a dark and stormy night. " * 20)
+    size = ("--context", "200", "--tokens", "9", "--skip-chars", "7")
+    policies = ("--budgets", "8,16", "--policies", "full,topk,icecache", "--set", "page_size=5")
+    files = ("--text", str(text), "--json", str(out))
+    result = run("eval", "--model", model, *size, *policies, *files)
+    assert result.exit_code == 0, result.output
+    assert "story.txt" in result.stdout
+    document = json.loads(out.read_text())
+    assert all(list(row) == CLOSENESS for row in document["rows"])
+    assert [(row["policy"], row["budget"]) for row in document["rows"]] == [
+        ("full", None),
+        ("topk", 8),
+        ("topk", 16),
+        ("icecache", 8),
+        ("icecache", 16),
+    ]
+    assert {row["text"] for row in document["rows"]} == {"story.txt"}
+    config = document["config"]
+    assert (config["context"], config["tokens"], config["skip_chars"]) == (200, 9, 7)
+    assert config["runs"][-1]["config"]["page_size"] == 5
+    assert config["runs"][1]["config"]["page_size"] == 6
+
+
+def test_eval_of_passkeys(model, tmp_path):
+    out = tmp_path / "out.json"
+    where = ("--passkey", "400", "--depths", "0.1,0.9", "--seeds", "5")
+    policies = ("--policies", "full,icecache", "--budgets", "16")
+    result = run("eval", "--model", model, *where, *policies, "--json", str(out))
+    assert result.exit_code == 0, result.output
+    rows = json.loads(out.read_text())["rows"]
+    fields = ["policy", "budget", "length", "depth", "seed", "found", "answer", "logprob"]
+    assert all(list(row) == fields for row in rows)
+    assert [(row["policy"], row["length"], row["depth"], row["seed"]) for row in rows] == [
+        (policy, 400, depth, 5) for depth in (0.1, 0.9) for policy in ("full", "icecache")
+    ]
+
+
+def test_demo(model):
+    size = ("demo", "--model", model, "--context", "700", "--tokens", "9", "--budget", "32")
+    tables = run(*size)
+    assert tables.exit_code == 0, tables.output
+    for heading in ("full attention", "icecache at 32", "ms per token", "of 709"):
+        assert heading in tables.stdout
+    # A model with random weights cannot do it, and that is said.
+    assert "Full attention itself does not find it" in tables.stdout
+
+    rows = json.loads(run(*size, "--json").stdout)["rows"]
+    assert [(row["part"], row["policy"], row["budget"]) for row in rows] == [
+        ("passkey", "full", None),
+        ("passkey", "icecache", 32),
+        ("text", "full", None),
+        ("text", "icecache", 32),
+    ]
+    for full, ours in (rows[:2], rows[2:]):
+        assert full["kl"] == 0 and full["tokens_exact"] > 600
+        assert ours["kl"] > 0 and 32 + 64 + 32 <= ours["tokens_exact"] < 300
+        assert ours["kv_bytes"] == full["kv_bytes"] > 0
+        assert ours["index_bytes"] > 0
+
+
+def test_the_process_reports_an_error_in_one_line(tmp_path):
+    command = [sys.executable, "-m", "icecache.cli", "eval", "--text", str(tmp_path / "no.txt")]
+    missing = subprocess.run(command, capture_output=True, text=True)
+    assert missing.returncode == 1
+    assert missing.stdout == ""
+    assert missing.stderr.startswith("icecache: cannot read ")
+    assert len(missing.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("wrong", [("--budgets", "a,b"), ("--set", "page_size"), ("--tokens", "1")])
+def test_wrong_usage_exits_with_2(wrong):
+    result = run("eval", *wrong)
+    assert result.exit_code == 2
+    assert wrong[0] in result.stderr
+
+
+def test_version():
+    result = run("--version")
+    assert (result.exit_code, result.stdout) == (0, f"icecache {version('icecache')}\n")

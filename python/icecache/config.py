@@ -32,17 +32,17 @@ class IceConfig:
     window_tokens: int = 64
     """Most recent tokens, always attended exactly (at least 32, so that a crop stays cheap)."""
     candidate_factor: int = 8
-    """Keys scored exactly per head and step, as a multiple of `token_budget`."""
+    """Keys scored exactly per head and step, as a multiple of `token_budget` (at least 256)."""
     page_size: int = 6
     """Target mean of tokens per page, a leaf of the tree."""
     page_capacity: int | None = None
     """Most tokens a page holds before it splits; None means twice `page_size`."""
-    fanout: int = 8
+    fanout: int = 12
     """Target mean of children per upper node; a node splits above twice as many."""
-    refine_passes: int = 2
+    refine_passes: int = 3
     """Times that the build moves the nodes to their means and links everything anew."""
     open_fraction: float = 0.5
-    """Share of each level's scored nodes whose children are scored too (DESIGN: opened)."""
+    """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole."""
     field_of_view: int = 32
     """Nodes opened per level by an M-DCI search (selection "pages")."""
     selection: str = "tokens"

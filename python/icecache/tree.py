@@ -36,8 +36,8 @@ class DciTree:
         seed: int = 0,
         page_size: int = 6,
         page_capacity: int | None = None,
-        fanout: int = 8,
-        refine_passes: int = 2,
+        fanout: int = 12,
+        refine_passes: int = 3,
         summary_dtype: str = "f16",
         num_threads: int | None = None,
     ) -> None:

@@ -21,6 +21,9 @@ pub enum Tail {
     Drop,
 }
 
+/// Scoring fewer keys than this saves less than it loses.
+const LEAST_CANDIDATES: usize = 256;
+
 /// Shape of a tree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TreeOptions {
@@ -54,8 +57,8 @@ impl Default for TreeOptions {
         Self {
             page_size: 6,
             page_capacity: 12,
-            fanout: 8,
-            refine_passes: 2,
+            fanout: 12,
+            refine_passes: 3,
             summary_dtype: Dtype::F16,
             seed: 0,
         }
@@ -111,9 +114,10 @@ impl Options {
         self.tree.validate()
     }
 
-    /// Keys of the index scored exactly in one step.
+    /// Keys of the index scored exactly in one step: so many that a small budget chooses well.
     pub fn candidates(&self) -> usize {
-        self.token_budget.saturating_mul(self.candidate_factor)
+        let wanted = self.token_budget.saturating_mul(self.candidate_factor);
+        wanted.max(LEAST_CANDIDATES)
     }
 }
 

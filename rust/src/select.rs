@@ -54,6 +54,7 @@ pub struct Selection {
     priorities: Vec<f32>,
     level_weights: Vec<f32>,
     level_logs: Vec<f32>,
+    raised: Vec<f32>,
     logits: Vec<f32>,
     places: Vec<u32>,
     leaves: Vec<NodeId>,
@@ -109,6 +110,7 @@ impl Selection {
             queries,
             candidates: options.candidates(),
             open_fraction: options.open_fraction,
+            lowest: tree.levels.get(1),
         };
         descend(&tree.levels, 0, &mut mass, &mut frontier);
         self.key_rows += frontier.scored;
@@ -327,18 +329,29 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
 
-/// Ranks nodes by the share of the softmax that they hold, summed over the queries of the group.
+/// How many standard deviations above its mean logit a node counts for when nodes are ranked. The
+/// deviation takes keys to spread alike in all directions, which they do not: hence more than one.
+const SPREAD_WEIGHT: f32 = 2.0;
+
+/// Bound of that raise, as a logit: its exponential stays finite.
+const MOST_RAISE: f32 = 40.0;
+
+/// Ranks nodes by the share of the softmax that they may hold, summed over the queries of the
+/// group: the weight of their mean, raised by the spread of their keys, since a wide node can hide
+/// one key that matters.
 struct GroupMass<'a> {
     selection: &'a mut Selection,
     queries: &'a [f32],
     candidates: usize,
     open_fraction: f32,
+    /// The lowest upper level; levels above it are opened whole.
+    lowest: Option<&'a Level>,
 }
 
 impl Priority for GroupMass<'_> {
     fn score(&mut self, level: &Level, nodes: &[NodeId], out: &mut Vec<f32>) {
         let s = &mut *self.selection;
-        let n = nodes.len();
+        let (n, dim) = (nodes.len(), level.keys.dim());
         s.level_weights.resize(s.max.len() * n, 0.0);
         s.level_logs.clear();
         s.level_logs.extend(
@@ -364,12 +377,35 @@ impl Priority for GroupMass<'_> {
             }
             s.base[q] *= (s.max[q] - high).exp();
             s.max[q] = high;
-            let share = 1.0 / (s.base[q] + simd::exp(row, high));
-            out.iter_mut().zip(row).for_each(|(p, w)| *p += *w * share);
+            // The rank: the same logits, raised, under a maximum of their own.
+            let query = &self.queries[q * dim..][..dim];
+            let deviation = SPREAD_WEIGHT * (dot(query, query) / dim as f32).sqrt();
+            s.raised.clear();
+            let radii = nodes
+                .iter()
+                .map(|&node| level.scalars[node as usize].key_radius);
+            s.raised.extend(
+                row.iter()
+                    .zip(radii)
+                    .map(|(logit, r)| logit + deviation * r),
+            );
+            let top = s.raised.iter().fold(high, |a, &b| a.max(b));
+            let sum = s.base[q] + simd::exp(row, high);
+            simd::exp(&mut s.raised, top);
+            let share = (top - high).min(MOST_RAISE).exp() / sum;
+            out.iter_mut()
+                .zip(&s.raised)
+                .for_each(|(p, w)| *p += *w * share);
         }
     }
 
     fn open(&mut self, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize {
+        if !self
+            .lowest
+            .is_some_and(|lowest| std::ptr::eq(lowest, level))
+        {
+            return nodes.len();
+        }
         let share = (self.open_fraction * nodes.len() as f32).ceil() as usize;
         let enough = order.count_until(self.candidates, |place| {
             level.scalars[nodes[place] as usize].count as usize

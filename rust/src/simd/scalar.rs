@@ -248,6 +248,8 @@ fn exp_one<const FMA: bool>(x: f32) -> f32 {
     ] {
         p = fused::<FMA>(p, r, c);
     }
-    let scale = f32::from_bits((((n as i32) + 127) as u32) << 23);
+    // The low bits of `shifted` are n; a cast from float would not vectorise.
+    let n = shifted.to_bits().wrapping_sub(ROUND.to_bits());
+    let scale = f32::from_bits(n.wrapping_add(127) << 23);
     if below { 0.0 } else { p * scale }
 }

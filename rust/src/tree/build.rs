@@ -70,7 +70,7 @@ impl<'a> Draft<'a> {
             for &seed in &seeds[..size] {
                 sums.clear();
                 sums.add_token(transform, keys.row(seed as usize), NO_ELEMENTS);
-                sums.push_to(&mut level, true);
+                sums.push_to(&mut level);
             }
             level
         });
@@ -111,7 +111,10 @@ impl<'a> Draft<'a> {
             let mut nearest = Nearest {
                 point: &point,
                 lift,
-                field_of_view: LINK_FIELD_OF_VIEW,
+                field_of_view: std::env::var("ICE_FOV")
+                    .ok()
+                    .and_then(|x| x.parse().ok())
+                    .unwrap_or(LINK_FIELD_OF_VIEW),
             };
             *parent = nearest.find(&self.levels, depth, &mut frontier);
         }
@@ -146,10 +149,9 @@ impl<'a> Draft<'a> {
                     }
                 }
                 if sums.count > 0 {
-                    sums.write_to(level, node, true);
+                    sums.write_to(level, node);
                 } else {
                     level.scalars[node].count = 0;
-                    level.sums.set_f32(node, &vec![0.0; self.keys.dim + 3]);
                 }
             }
         }
@@ -195,7 +197,7 @@ impl<'a> Draft<'a> {
                 };
                 let new = self.levels[depth].len();
                 sums.clear();
-                sums.push_to(&mut self.levels[depth], true);
+                sums.push_to(&mut self.levels[depth]);
                 self.levels[depth].children[full] = half(false);
                 self.levels[depth].children.push(half(true));
                 self.recompute(depth, full, &mut sums);
@@ -217,7 +219,7 @@ impl<'a> Draft<'a> {
                 Some(below) => sums.add_node(below, child as usize),
             }
         }
-        sums.write_to(&mut from[0], node, true);
+        sums.write_to(&mut from[0], node);
     }
 
     /// Parents of the nodes of a level, unless it is the top.
@@ -282,13 +284,11 @@ impl<'a> Draft<'a> {
                     sums.add_page(self.transform, &pages, page);
                     level.pages.push(page);
                 }
-                sums.push_to(&mut level, true);
+                sums.push_to(&mut level);
             }
             levels.push(level);
         }
-        // Leaf sums only served the level above: a leaf is recomputed from its page.
         let leaves = &mut levels[0];
-        leaves.sums = crate::rows::RowStore::new(Dtype::F32, 0);
         leaves.children = Vec::new();
         leaves.pages.shrink_to_fit();
         Tree {

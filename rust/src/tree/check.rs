@@ -26,8 +26,7 @@ impl Tree {
             } else {
                 level.children.len()
             };
-            let sums = if depth == 0 { n } else { level.sums.len() };
-            if [level.keys.len(), level.values.len(), links, sums] != [n; 4] || n == 0 {
+            if [level.keys.len(), level.values.len(), links] != [n; 3] || n == 0 {
                 return Err(format!(
                     "level {depth}: arrays of different lengths, or no node"
                 ));
@@ -92,7 +91,7 @@ impl Tree {
                 let mut truth = Sums::new(key_dim, value_dim);
                 self.add_below(depth, node, &mut truth);
                 let mut fresh = super::node::Level::new(Dtype::F32, key_dim, value_dim);
-                truth.push_to(&mut fresh, false);
+                truth.push_to(&mut fresh);
                 let (ours, want) = (&level.scalars[node], &fresh.scalars[0]);
                 if ours.count != want.count {
                     let (a, b) = (ours.count, want.count);

@@ -38,13 +38,10 @@ impl Inserter {
 
         let page = &mut tree.levels[0].pages[leaf];
         *page = tree.pages.push(*page, key, value, id);
-        self.recompute(tree, 0, leaf);
-        self.sums.clear();
-        self.sums.add_token(&tree.transform, key, value);
-        let mut node = tree.levels[0].scalars[leaf].parent;
-        for level in &mut tree.levels[1..] {
-            self.sums.add_token_to(level, node as usize);
-            node = level.scalars[node as usize].parent;
+        let mut node = leaf;
+        for depth in 0..tree.levels.len() {
+            self.recompute(tree, depth, node);
+            node = tree.levels[depth].scalars[node].parent as usize;
         }
         tree.len += 1;
         if tree.pages.len(tree.levels[0].pages[leaf]) > tree.options.page_capacity {
@@ -65,7 +62,7 @@ impl Inserter {
         };
         let new = tree.levels[depth].len();
         self.sums.clear();
-        self.sums.push_to(&mut tree.levels[depth], depth > 0);
+        self.sums.push_to(&mut tree.levels[depth]);
         let level = &mut tree.levels[depth];
         let parent = level.scalars[node].parent;
         level.scalars[new].parent = parent;
@@ -137,7 +134,7 @@ impl Inserter {
         let mut level = Level::new(tree.options.summary_dtype, dim, tree.pages.value_dim());
         for members in groups.into_iter().filter(|members| !members.is_empty()) {
             self.sums.clear();
-            self.sums.push_to(&mut level, true);
+            self.sums.push_to(&mut level);
             level.children.push(members);
         }
         tree.levels.push(level);
@@ -160,24 +157,15 @@ impl Inserter {
     /// Brings a node's summary up to date with its page or children.
     pub fn recompute(&mut self, tree: &mut Tree, depth: usize, node: usize) {
         self.sums.clear();
-        match depth {
-            0 => {
-                let page = tree.levels[0].pages[node];
-                self.sums.add_page(&tree.transform, &tree.pages, page);
-            }
-            1 => {
-                for &leaf in &tree.levels[1].children[node] {
-                    let page = tree.levels[0].pages[leaf as usize];
-                    self.sums.add_page(&tree.transform, &tree.pages, page);
-                }
-            }
-            _ => {
-                for &child in &tree.levels[depth].children[node] {
-                    self.sums.add_node(&tree.levels[depth - 1], child as usize);
-                }
+        if depth == 0 {
+            let page = tree.levels[0].pages[node];
+            self.sums.add_page(&tree.transform, &tree.pages, page);
+        } else {
+            for &child in &tree.levels[depth].children[node] {
+                self.sums.add_node(&tree.levels[depth - 1], child as usize);
             }
         }
-        self.sums.write_to(&mut tree.levels[depth], node, depth > 0);
+        self.sums.write_to(&mut tree.levels[depth], node);
     }
 }
 

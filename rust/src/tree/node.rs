@@ -33,8 +33,6 @@ pub struct Level {
     pub pages: Vec<PageId>,
     /// Upper nodes only.
     pub children: Vec<Vec<NodeId>>,
-    /// Upper nodes only: running sums in f32 (see `summary`), [len, key_dim + value_dim + 3].
-    pub sums: RowStore,
 }
 
 impl Level {
@@ -56,7 +54,6 @@ impl Level {
             scalars: Vec::with_capacity(nodes),
             pages: Vec::with_capacity(leaves),
             children: Vec::with_capacity(uppers),
-            sums: RowStore::with_capacity(Dtype::F32, key_dim + value_dim + 3, uppers),
         }
     }
 
@@ -78,7 +75,6 @@ impl Level {
         size_of::<Self>()
             + self.keys.bytes()
             + self.values.bytes()
-            + self.sums.bytes()
             + self.scalars.capacity() * size_of::<Scalars>()
             + self.pages.capacity() * size_of::<PageId>()
             + self.children.capacity() * size_of::<Vec<NodeId>>()

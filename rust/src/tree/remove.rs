@@ -100,7 +100,6 @@ impl Tree {
             if depth == 0 {
                 level.pages.swap_remove(node);
             } else {
-                level.sums.swap_remove(node);
                 level.children.swap_remove(node);
             }
             if let Some(above) = self.levels.get_mut(depth + 1) {

@@ -1,7 +1,8 @@
 //! What a node says of its tokens: count, mean key, mean value, and how far they spread.
 //!
-//! A leaf is always recomputed from the rows of its page. Upper nodes keep running sums in f32,
-//! added in a fixed order; the copies in the summary dtype are for reading.
+//! A node is always recomputed from what is right below it: a leaf from the rows of its page, an
+//! upper node from the means of its children. Nothing accumulates over time, and one rounding per
+//! level is as small as the rounding of the stored mean itself.
 
 use super::node::{Level, Scalars};
 use crate::ids::{NO_PARENT, PageId};
@@ -54,17 +55,25 @@ impl Sums {
         (0..keys.len).for_each(|i| self.add_token(transform, keys.row(i), values.row(i)));
     }
 
-    /// Adds an upper node's running sums.
+    /// Adds the tokens of a node, by its summary.
     pub fn add_node(&mut self, level: &Level, node: usize) {
-        let Elements::F32(sums) = level.sums.row(node) else {
-            unreachable!("sums are f32")
-        };
-        self.row.iter_mut().zip(sums).for_each(|(s, t)| *s += t);
-        self.count += level.scalars[node].count;
+        let (key_dim, width) = (self.key_dim, self.row.len());
+        let scalars = &level.scalars[node];
+        let count = scalars.count as f32;
+        to_f32(level.keys.row(node), &mut self.token[..key_dim]);
+        to_f32(level.values.row(node), &mut self.token[key_dim..width - 3]);
+        let mean_square =
+            |mean: &[f32], spread: f32| mean.iter().map(|x| x * x).sum::<f32>() + spread * spread;
+        let key_square = mean_square(&self.token[..key_dim], scalars.key_radius);
+        let value_square = mean_square(&self.token[key_dim..width - 3], scalars.value_spread);
+        self.token[width - 3..].copy_from_slice(&[scalars.lift, key_square, value_square]);
+        let terms = self.row.iter_mut().zip(&self.token);
+        terms.for_each(|(s, t)| *s += count * t);
+        self.count += scalars.count;
     }
 
     /// Appends a node that says this, without parent or links.
-    pub fn push_to(&self, level: &mut Level, upper: bool) {
+    pub fn push_to(&self, level: &mut Level) {
         let width = self.row.len();
         level.keys.push_f32(&self.row[..self.key_dim]);
         level.values.push_f32(&self.row[self.key_dim..width - 3]);
@@ -78,14 +87,11 @@ impl Sums {
             key_radius: 0.0,
             value_spread: 0.0,
         });
-        if upper {
-            level.sums.push_f32(&self.row);
-        }
-        self.write_to(level, level.len() - 1, upper);
+        self.write_to(level, level.len() - 1);
     }
 
     /// Makes `node` say this.
-    pub fn write_to(&self, level: &mut Level, node: usize, upper: bool) {
+    pub fn write_to(&self, level: &mut Level, node: usize) {
         let width = self.row.len();
         let share = 1.0 / self.count.max(1) as f32;
         let mean: Vec<f32> = self.row.iter().map(|s| s * share).collect();
@@ -107,17 +113,5 @@ impl Sums {
             key_radius: (key_squares - key_norm).max(0.0).sqrt(),
             value_spread: (value_squares - value_norm).max(0.0).sqrt(),
         };
-        if upper {
-            level.sums.set_f32(node, &self.row);
-        }
-    }
-
-    /// Adds one more token to an upper node.
-    pub fn add_token_to(&mut self, level: &mut Level, node: usize) {
-        // `self` holds exactly that token; bring in what the node had.
-        let token = self.clone();
-        self.add_node(level, node);
-        self.write_to(level, node, true);
-        *self = token;
     }
 }

@@ -19,7 +19,7 @@ CARGO_IS_FIT := cargo --version | sed 's/^cargo 1\.\([0-9]*\).*/\1/' \
 VENV := .venv
 BIN := $(VENV)/bin
 # What the extension module is built from.
-SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust cuda -type f)
+SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust $(wildcard cuda) -type f)
 # The interpreter for which Clippy and maturin compile PyO3.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 ARGS ?=

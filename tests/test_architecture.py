@@ -35,9 +35,10 @@ RUST = """
 """
 PYTHON = """
     _icecache.pyi
-    config.py stats.py
+    config.py stats.py arrays.py
     kernels.py device.py transfer.py pipeline.py
-    layer.py
+    sdpa.py
+    layer.py tree.py
     attention.py cache.py
     policies/
     eval/ cli.py

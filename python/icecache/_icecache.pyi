@@ -29,6 +29,9 @@ class Layer:
         q: npt.NDArray[Any] | None = None,
         out: npt.NDArray[np.float32] | None = None,
     ) -> None: ...
+    def validate(
+        self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any], dtype: str
+    ) -> None: ...
     def decode(
         self,
         q: npt.NDArray[Any],

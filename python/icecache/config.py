@@ -41,7 +41,7 @@ class IceConfig:
     """Target mean of children per upper node; a node splits above twice as many."""
     refine_passes: int = 3
     """Times that the build moves the nodes to their means and links everything anew."""
-    open_fraction: float = 0.5
+    open_fraction: float = 0.75
     """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole."""
     field_of_view: int = 32
     """Nodes opened per level by an M-DCI search (selection "pages")."""

@@ -15,6 +15,7 @@ import numpy.typing as npt
 from . import _icecache
 from .arrays import Array, Operand, is_tensor, operand, result, same_dtype, stored
 from .config import IceConfig
+from .sdpa import attend_causal
 from .stats import LayerStats
 
 
@@ -83,10 +84,17 @@ class LayerCache:
             return None
         queries = operand("q", q)
         dtype = same_dtype(q=queries, k=keys, v=values)
-        out = self._output(queries)
-        self._core.prefill(keys.array, values.array, dtype, queries.array, out)
+        if is_tensor(q) and is_tensor(k) and is_tensor(v):
+            self._core.validate(queries.array, keys.array, values.array, dtype)
+            past = self.gather() if self.seq_len else None
+            out = attend_causal(q.detach(), k.detach(), v.detach(), past, self.scale)
+            self._core.prefill(keys.array, values.array, dtype)
+        else:
+            rows = self._output(queries)
+            self._core.prefill(keys.array, values.array, dtype, queries.array, rows)
+            out = result(rows, q)
         self._tensors = is_tensor(k)
-        return result(out, q)
+        return out
 
     def decode(self, q: Array, k: Array, v: Array) -> Array:
         """Appends one position or more, then attends sparsely: each position selects for itself

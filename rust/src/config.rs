@@ -72,7 +72,7 @@ impl Default for Options {
             sink_tokens: 32,
             window_tokens: 64,
             candidate_factor: 8,
-            open_fraction: 0.5,
+            open_fraction: 0.75,
             field_of_view: 32,
             selection: Selection::Tokens,
             tail: Tail::Summary,

@@ -7,6 +7,7 @@ use crate::attend::Softmax;
 use crate::config::{Options, Selection as Mode, Tail};
 use crate::error::{Error, Result};
 use crate::ids::KeyId;
+use crate::index::FIRST_BULK;
 use crate::rows::{Dtype, RowStore, Rows, Strided};
 use crate::select::Selection;
 use crate::simd;
@@ -15,8 +16,6 @@ use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
 use std::ops::Range;
 
-/// Tokens of the first tree; centring and transform are fixed from them. Until then all is exact.
-pub const FIRST_BULK: usize = 256;
 /// Tokens that leave the window together. After they have left, at least as many stay, so that a
 /// crop of this many stays inside the window.
 pub const BLOCK: usize = 32;

@@ -12,7 +12,7 @@ use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
 use crate::tree::search::{self, Frontier};
 
-/// Keys that wait, scanned one by one, for the first build: the transform is fixed by that bulk.
+/// Keys of the first tree, which fix centring and transform. Until then every key is scanned.
 pub const FIRST_BULK: usize = 256;
 
 /// A DCI-tree over keys numbered in order of insertion.

@@ -51,7 +51,7 @@ impl Layer {
                 return Err(config(option, "at least 1".into(), got));
             }
         }
-        if shape.q_heads % shape.kv_heads != 0 {
+        if !shape.q_heads.is_multiple_of(shape.kv_heads) {
             let expected = format!("a multiple of num_kv_heads = {}", shape.kv_heads);
             return Err(config("num_q_heads", expected, shape.q_heads));
         }
@@ -101,7 +101,8 @@ impl Layer {
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         if let Some((q, out)) = &q {
-            self.check_queries(q, n, out)?;
+            self.check_queries(q, n)?;
+            self.check_output(n, out)?;
         }
         self.start(k[0].dtype());
         let (options, limit) = (&self.options, self.options.num_threads);
@@ -122,6 +123,12 @@ impl Layer {
         Ok(())
     }
 
+    /// The checks of a prefill with queries, for a caller that attends by itself.
+    pub fn validate(&self, q: &Heads<'_>, k: &Heads<'_>, v: &Heads<'_>) -> Result<()> {
+        let n = self.check_new(k, v)?;
+        self.check_queries(q, n)
+    }
+
     /// Decode. Appends one position or more and attends sparsely, each position for itself and to
     /// nothing after it. `out` is [q_heads, positions, head_dim].
     pub fn decode(
@@ -132,7 +139,8 @@ impl Layer {
         out: &mut [f32],
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
-        self.check_queries(q, n, out)?;
+        self.check_queries(q, n)?;
+        self.check_output(n, out)?;
         self.start(k[0].dtype());
         let first = self.seq_len();
         self.sparse(q, n, out, |head, h, i, options| {
@@ -342,8 +350,11 @@ impl Layer {
         Ok(n)
     }
 
-    fn check_queries(&self, q: &Heads<'_>, n: usize, out: &[f32]) -> Result<()> {
-        self.check_array("q", q, self.shape.q_heads, n, None)?;
+    fn check_queries(&self, q: &Heads<'_>, n: usize) -> Result<()> {
+        self.check_array("q", q, self.shape.q_heads, n, None)
+    }
+
+    fn check_output(&self, n: usize, out: &[f32]) -> Result<()> {
         let elements = self.shape.q_heads * n * self.shape.head_dim;
         if out.len() == elements {
             return Ok(());
@@ -358,7 +369,8 @@ impl Layer {
     /// Checks queries of the last stored positions; returns how many positions they are.
     fn check_last(&self, call: &'static str, q: &Heads<'_>, out: &[f32]) -> Result<usize> {
         let n = q.first().map_or(0, |head| head.len);
-        self.check_queries(q, n.max(1), out)?;
+        self.check_queries(q, n.max(1))?;
+        self.check_output(n, out)?;
         let most = self.seq_len();
         if most == 0 {
             return Err(Error::Empty { call });

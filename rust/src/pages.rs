@@ -357,7 +357,9 @@ mod tests {
     use crate::random::Random;
     use proptest::prelude::*;
 
-    fn contents(pool: &PagePool, id: PageId) -> Vec<(f32, f32, u32)> {
+    type Row = (f32, f32, u32);
+
+    fn contents(pool: &PagePool, id: PageId) -> Vec<Row> {
         let (Elements::F32(k), Elements::F32(v)) =
             (pool.keys(id).elements, pool.values(id).elements)
         else {
@@ -375,7 +377,7 @@ mod tests {
         fn behaves_like_a_list_of_lists(seed in any::<u64>(), steps in 1usize..200) {
             let mut random = Random::new(seed, 0);
             let mut pool = PagePool::new(Dtype::F32, 2, 1);
-            let mut model: Vec<(PageId, Vec<(f32, f32, u32)>)> = Vec::new();
+            let mut model: Vec<(PageId, Vec<Row>)> = Vec::new();
             for step in 0..steps as u32 {
                 let row = (step as f32, -(step as f32), step);
                 let key = [row.0, row.0];

@@ -8,11 +8,11 @@ impl Random {
     /// A stream of its own for every pair of seed and stream number.
     pub fn new(seed: u64, stream: u64) -> Self {
         let mut mixed = Self(seed);
-        let first = mixed.next();
+        let first = mixed.next_u64();
         Self(first ^ stream.wrapping_mul(0xD1B5_4A32_D192_ED03))
     }
 
-    pub fn next(&mut self) -> u64 {
+    pub fn next_u64(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(0x9E37_79B9_7F4A_7C15);
         let mut z = self.0;
         z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -22,7 +22,7 @@ impl Random {
 
     /// A number in `0..bound` (bias below 2^-32 for every bound that fits in 32 bits).
     pub fn below(&mut self, bound: usize) -> usize {
-        ((u128::from(self.next()) * bound as u128) >> 64) as usize
+        ((u128::from(self.next_u64()) * bound as u128) >> 64) as usize
     }
 
     /// `count` distinct numbers of `0..n` in random order.

@@ -27,8 +27,8 @@ impl<'py> Array<'py> {
     /// The array as heads; a 2-dimensional one is a single head.
     pub fn heads(&self) -> PyResult<Heads<'_>> {
         match self {
-            Self::F32(array) => heads(array, |row| Elements::F32(row)),
-            Self::F16(array) => heads(array, |row| Elements::F16(row)),
+            Self::F32(array) => heads(array, Elements::F32),
+            Self::F16(array) => heads(array, Elements::F16),
             Self::Bf16(array) => heads(array, |row| Elements::Bf16(as_bf16(row))),
         }
     }
@@ -74,7 +74,8 @@ fn heads<'a, T: Element>(
     };
     let heads_fit = count <= 1 || fits(head_stride, 0);
     let aligned = start.is_aligned();
-    if !empty && !(rows_fit && fits(row_stride, 0) && heads_fit && aligned) {
+    let readable = rows_fit && fits(row_stride, 0) && heads_fit && aligned;
+    if !(empty || readable) {
         return Err(PyValueError::new_err(format!(
             "rows must be contiguous and aligned, got strides {:?} bytes",
             array.strides()

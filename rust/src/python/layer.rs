@@ -58,6 +58,24 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.prefill(&k, &v, attention))
     }
 
+    /// Raises what `prefill` with these queries would raise.
+    fn validate(
+        &self,
+        py: Python<'_>,
+        q: Any<'_, '_>,
+        k: Any<'_, '_>,
+        v: Any<'_, '_>,
+        dtype: &str,
+    ) -> PyResult<()> {
+        let [q, k, v] = [
+            Array::new(q, dtype)?,
+            Array::new(k, dtype)?,
+            Array::new(v, dtype)?,
+        ];
+        let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
+        locked(py, &self.0, |layer| layer.validate(&q, &k, &v))
+    }
+
     fn decode(
         &self,
         py: Python<'_>,

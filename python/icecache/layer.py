@@ -7,8 +7,6 @@ decode:  store, attend to sink, window and the tokens that the index finds, merg
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import numpy.typing as npt
 
@@ -117,11 +115,11 @@ class LayerCache:
 
         Takes as many positions as the window holds at most (`stats().window_tokens`).
         """
-        return self._attend(self._core.attend, q)
+        return self._attend(q, exact=False)
 
     def attend_exact(self, q: Array) -> Array:
         """Attends to everything with the queries of the last stored positions."""
-        return self._attend(self._core.attend_exact, q)
+        return self._attend(q, exact=True)
 
     def gather(self) -> tuple[Array, Array]:
         """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
@@ -158,7 +156,7 @@ class LayerCache:
 
     @property
     def dtype(self) -> str | None:
-        """"f32", "f16" or "bf16"; None while nothing is stored."""
+        """One of "f32", "f16" and "bf16"; None while nothing is stored."""
         return self._core.dtype
 
     def selected(self) -> list[npt.NDArray[np.int64]]:
@@ -170,10 +168,10 @@ class LayerCache:
         """Sizes, and what the last step read."""
         return LayerStats(**self._core.stats())
 
-    def _attend(self, call: Any, q: Array) -> Array:
+    def _attend(self, q: Array, exact: bool) -> Array:
         queries = operand("q", q)
         out = self._output(queries)
-        call(queries.array, queries.dtype, out)
+        self._core.attend(queries.array, queries.dtype, out, exact)
         return result(out, q)
 
     def _output(self, queries: Operand) -> npt.NDArray[np.float32]:

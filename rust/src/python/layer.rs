@@ -102,32 +102,26 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.append(&k, &v))
     }
 
+    /// Queries of the last stored positions, sparsely or over everything.
     fn attend(
         &self,
         py: Python<'_>,
         q: Any<'_, '_>,
         dtype: &str,
         out: Out<'_, '_>,
+        exact: bool,
     ) -> PyResult<()> {
         let q = Array::new(q, dtype)?;
         let q = q.heads()?;
         let mut out = out.try_readwrite()?;
         let out = out.as_slice_mut()?;
-        locked(py, &self.0, |layer| layer.attend(&q, out))
-    }
-
-    fn attend_exact(
-        &self,
-        py: Python<'_>,
-        q: Any<'_, '_>,
-        dtype: &str,
-        out: Out<'_, '_>,
-    ) -> PyResult<()> {
-        let q = Array::new(q, dtype)?;
-        let q = q.heads()?;
-        let mut out = out.try_readwrite()?;
-        let out = out.as_slice_mut()?;
-        locked(py, &self.0, |layer| layer.attend_exact(&q, out))
+        locked(py, &self.0, |layer| {
+            if exact {
+                layer.attend_exact(&q, out)
+            } else {
+                layer.attend(&q, out)
+            }
+        })
     }
 
     fn crop(&self, py: Python<'_>, n: usize) -> PyResult<()> {

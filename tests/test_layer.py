@@ -27,7 +27,7 @@ from icecache.reference import decode_step, exact_attention
 LEAST_WINDOW = 32  # a smaller window_tokens counts as this
 FIRST_BULK = 256  # tokens beyond sink and window that make the first tree
 every_kind = pytest.mark.parametrize("kind", KINDS)
-few_examples = settings(max_examples=12)
+few_examples = settings(max_examples=15)
 
 
 def error_of(layer, problem, start, stop):
@@ -62,9 +62,8 @@ def test_a_budget_for_everything_is_full_attention(kind, data, t):
     n, t = problem.n, min(t, problem.n)
     options = data.draw(tree_options())
     layer = problem.layer(token_budget=n, candidate_factor=1, **options)
-    q, k, v = problem.rows(0, n - t)
     if n > t:
-        assert_close(layer.prefill(k, v, q), problem.exact(0, n - t), problem.v)
+        layer.prefill(problem.k[:, : n - t], problem.v[:, : n - t])
     beyond = n - t - options["sink_tokens"] - max(options["window_tokens"], LEAST_WINDOW)
     assert layer.stats().tree_tokens == (beyond if beyond >= FIRST_BULK else 0)
     out = layer.decode(*problem.rows(n - t, n))
@@ -134,18 +133,19 @@ def test_prefill_in_pieces_is_prefill(kind, data, cuts):
     assert same(silent.decode(q, k, v), once.decode(q, k, v))
 
 
-@pytest.mark.parametrize("piece", [64, 300, 1000])
-def test_a_tree_made_in_pieces_answers_about_as_well(piece):
-    problem = make_problem("numpy-f32", kv_heads=2, group=3, dim=32, n=3000, seed=5)
-    once, pieces = (problem.layer(token_budget=16, open_fraction=0.25) for _ in range(2))
+@pytest.mark.parametrize("piece", [1, 64, 300, 1000])
+def test_a_tree_made_in_pieces_answers_nearly_as_well(piece):
+    problem = make_problem("numpy-f32", kv_heads=2, group=3, dim=32, n=3000, seed=1)
+    once, pieces = (problem.layer(token_budget=64) for _ in range(2))
     n = problem.n - 40
     once.prefill(problem.k[:, :n], problem.v[:, :n])
     for start in range(0, n, piece):
-        stop = min(start + piece, n)
-        pieces.prefill(problem.k[:, start:stop], problem.v[:, start:stop])
+        k, v = problem.k[:, start : start + piece], problem.v[:, start : start + piece]
+        k, v = k[:, : n - start], v[:, : n - start]
+        pieces.append(k, v) if piece == 1 else pieces.prefill(k, v)
     a = error_of(once, problem, n, problem.n)
     b = error_of(pieces, problem, n, problem.n)
-    assert a < 0.1 and b < 1.5 * a + 0.01, f"once {a:.4f}, in pieces {b:.4f}"
+    assert a < 0.08 and b < 4 * a, f"once {a:.4f}, in pieces {b:.4f}"
 
 
 # ---- sparse ---------------------------------------------------------------------------------------
@@ -236,15 +236,23 @@ def test_the_summary_of_the_rest_beats_dropping_it_and_a_budget_helps():
 
 def test_a_step_reads_a_part_and_says_how_much():
     problem = make_problem("numpy-f32", kv_heads=2, group=2, dim=32, n=4000, seed=2)
-    options = dict(token_budget=32, open_fraction=0.1)
-    layer = prefilled(problem, problem.n - 1, **options)
-    layer.decode(*problem.rows(problem.n - 1, problem.n))
+    layers = {
+        fraction: prefilled(problem, problem.n - 1, token_budget=32, open_fraction=fraction)
+        for fraction in (0.1, 1.0)
+    }
+    for layer in layers.values():
+        layer.decode(*problem.rows(problem.n - 1, problem.n))
+    layer = layers[0.1]
     stats = layer.stats()
     always = stats.sink_tokens + stats.window_tokens
     assert stats.tokens_exact == always + 32
     assert always + 32 * 8 <= stats.key_rows_read <= 0.4 * problem.n
     assert always + 32 < stats.value_rows_read <= 0.4 * problem.n
-    assert 0 < stats.mass_exact < 1 and 0 < stats.error_estimate < 1
+    assert 0 < stats.mass_exact < 1
+    more = layers[1.0].stats()
+    whole_pages = more.key_rows_read - always - sum(more.nodes_per_level) / 2
+    assert 32 * 8 <= whole_pages < 32 * 8 + 2 * 6
+    assert 0 < more.error_estimate < stats.error_estimate
     assert stats.nodes_per_level[0] == stats.pages > stats.nodes_per_level[-1]
     assert stats.mean_page_fill == pytest.approx(2 * stats.tree_tokens / stats.pages)
     assert stats.steps == 1

@@ -277,20 +277,37 @@ impl Selection {
         }
     }
 
+    /// Leaves with candidates left over; one that was selected whole has nothing to stand for.
     fn summarise_candidates(&mut self, total: usize, g: usize) {
+        // Both lists go through the leaves in the same order.
+        let mut picked = self.picked.iter().peekable();
+        self.places.clear();
+        for (i, (&leaf, page)) in self.leaves.iter().zip(self.starts.windows(2)).enumerate() {
+            let taken = picked
+                .next_if(|p| p.leaf == leaf)
+                .map_or(0, |p| p.last - p.first);
+            if taken < page[1] - page[0] {
+                self.places.push(i as u32);
+            }
+        }
+        if self.places.is_empty() {
+            return;
+        }
         let part = next_part(&mut self.summarised, &mut self.parts);
         part.depth = 0;
         part.keys_read = true;
         part.nodes.clear();
-        part.nodes.extend_from_slice(&self.leaves);
+        let left = self.places.iter();
+        part.nodes.extend(left.map(|&i| self.leaves[i as usize]));
         part.max.clear();
         part.max.extend_from_slice(&self.max);
         part.weights.clear();
         for q in 0..g {
             let weights = &self.logits[q * total..][..total];
-            let pages = self.starts.windows(2);
-            part.weights
-                .extend(pages.map(|p| weights[p[0]..p[1]].iter().sum::<f32>()));
+            part.weights.extend(self.places.iter().map(|&i| {
+                let page = self.starts[i as usize]..self.starts[i as usize + 1];
+                weights[page].iter().sum::<f32>()
+            }));
         }
     }
 

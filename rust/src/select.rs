@@ -95,40 +95,14 @@ impl Selection {
     ) {
         self.start(max, sum);
         let g = max.len();
-        let dim = tree.pages.key_dim();
-        self.offsets.clear();
-        self.offsets.extend(
-            queries
-                .chunks_exact(dim)
-                .map(|q| dot(q, tree.transform.mean())),
-        );
 
-        // 1, 2. Score the top; open the best nodes; what stays closed goes to the tail.
-        let mut frontier = std::mem::take(&mut self.frontier);
-        let mut mass = GroupMass {
-            selection: self,
-            queries,
-            candidates: options.candidates(),
-            open_fraction: options.open_fraction,
-            lowest: tree.levels.get(1),
-        };
-        descend(&tree.levels, 0, &mut mass, &mut frontier);
-        self.key_rows += frontier.scored;
-
-        // 3. The best leaves, until they hold enough candidates.
-        let count_of = |place: usize| tree.levels[0].scalars[frontier.nodes[place] as usize].count;
-        frontier.order.rank(&frontier.scores);
-        let taken = frontier
-            .order
-            .count_until(options.candidates(), |place| count_of(place) as usize);
-        let mut places = std::mem::take(&mut self.places);
-        frontier.order.partition(taken, &mut places);
-        self.close(0, &frontier.nodes, &places[taken..], g);
+        // 1 to 3. The leaves that are worth reading.
         self.leaves.clear();
-        self.leaves
-            .extend(places[..taken].iter().map(|&p| frontier.nodes[p as usize]));
-        self.places = places;
-        self.frontier = frontier;
+        if options.candidates() < tree.len {
+            self.best_leaves(tree, queries, options);
+        } else {
+            self.leaves.extend(0..tree.levels[0].len() as NodeId);
+        }
 
         // 4. Score their keys exactly, keep the best tokens.
         let total = self.score_leaves(tree, queries);
@@ -152,6 +126,43 @@ impl Selection {
 
         // 5. The candidates left over: their own weights, their pages' mean value.
         self.summarise_candidates(total, g);
+    }
+
+    /// Finds the leaves whose tokens are candidates; every other token goes to the tail.
+    fn best_leaves(&mut self, tree: &Tree, queries: &[f32], options: &Options) {
+        // 1, 2. Score the top; open the best nodes; what stays closed goes to the tail.
+        let g = self.max.len();
+        let dim = tree.pages.key_dim();
+        self.offsets.clear();
+        self.offsets.extend(
+            queries
+                .chunks_exact(dim)
+                .map(|q| dot(q, tree.transform.mean())),
+        );
+        let mut frontier = std::mem::take(&mut self.frontier);
+        let mut mass = GroupMass {
+            selection: self,
+            queries,
+            candidates: options.candidates(),
+            open_fraction: options.open_fraction,
+            lowest: tree.levels.get(1),
+        };
+        descend(&tree.levels, 0, &mut mass, &mut frontier);
+        self.key_rows += frontier.scored;
+
+        // 3. The best leaves, until they hold enough candidates.
+        let leaves = &tree.levels[0].scalars;
+        let count = |place: usize| leaves[frontier.nodes[place] as usize].count as usize;
+        frontier.order.rank(&frontier.scores);
+        let taken = frontier.order.count_until(options.candidates(), count);
+        let mut places = std::mem::take(&mut self.places);
+        frontier.order.partition(taken, &mut places);
+        self.close(0, &frontier.nodes, &places[taken..], g);
+        let best = places[..taken].iter();
+        self.leaves
+            .extend(best.map(|&p| frontier.nodes[p as usize]));
+        self.places = places;
+        self.frontier = frontier;
     }
 
     /// The paper's selection: each query head ranks pages by their best token through an M-DCI

@@ -6,6 +6,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 import torch
+from hypothesis import settings
 from hypothesis import strategies as st
 
 from icecache import IceConfig, LayerCache
@@ -19,6 +20,11 @@ TORCH = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 KINDS = [f"{library}-{dtype}" for library in ("numpy", "torch") for dtype in NUMPY]
 # Largest relative error of rounding to the dtype.
 ROUNDING = {"f32": 2.0**-24, "f16": 2.0**-11, "bf16": 2.0**-8}
+
+
+def examples(share):
+    """A share of the examples that the profile asks for, for costly tests."""
+    return settings(max_examples=round(share * settings.default.max_examples))
 
 
 def dtype_of(kind):

@@ -1,9 +1,11 @@
 """`LayerCache`: what it answers, held against full attention in float64."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_arrays import (
     KINDS,
@@ -12,6 +14,7 @@ from kv_arrays import (
     cast,
     decode_each,
     dtype_of,
+    examples,
     join,
     make_problem,
     prefilled,
@@ -27,7 +30,7 @@ from icecache.reference import decode_step, exact_attention
 LEAST_WINDOW = 32  # a smaller window_tokens counts as this
 FIRST_BULK = 256  # tokens beyond sink and window that make the first tree
 every_kind = pytest.mark.parametrize("kind", KINDS)
-few_examples = settings(max_examples=15)
+few_examples = examples(0.4)
 
 
 def error_of(layer, problem, start, stop):
@@ -37,7 +40,7 @@ def error_of(layer, problem, start, stop):
     return float((got - want).norm() / want.norm())
 
 
-# ---- the oracle itself ----------------------------------------------------------------------------
+# ---- the oracle itself --------------------------------------------------------------------------
 
 
 @given(problem=problems("torch-f32", st.integers(1, 40)), t=st.integers(1, 40))
@@ -51,7 +54,7 @@ def test_the_reference_is_sdpa(problem, t):
     torch.testing.assert_close(exact_attention(q, k, v, problem.scale), want)
 
 
-# ---- exact ----------------------------------------------------------------------------------------
+# ---- exact --------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -114,7 +117,7 @@ def test_prefill_in_pieces_is_prefill(kind, data, cuts):
     whole = once.prefill(problem.k, problem.v, problem.q)
     outs = []
     edges = sorted({0, n, *(cut for cut in cuts if cut < n)})
-    for start, stop in zip(edges[:-1], edges[1:], strict=True):
+    for start, stop in pairwise(edges):
         q, k, v = problem.rows(start, stop)
         outs.append(pieces.prefill(k, v, q))
         pieces.check()
@@ -148,7 +151,7 @@ def test_a_tree_made_in_pieces_answers_nearly_as_well(piece):
     assert a < 0.08 and b < 4 * a, f"once {a:.4f}, in pieces {b:.4f}"
 
 
-# ---- sparse ---------------------------------------------------------------------------------------
+# ---- sparse -------------------------------------------------------------------------------------
 
 
 @every_kind
@@ -301,7 +304,7 @@ def test_a_constant_added_to_all_keys_changes_nothing(problem, constant, budget,
         assert sum(len(set(a) ^ set(b)) for a, b in zip(*chosen, strict=True)) <= 2 * len(grid)
 
 
-# ---- the paper's mode -----------------------------------------------------------------------------
+# ---- the paper's mode ---------------------------------------------------------------------------
 
 
 @few_examples
@@ -348,7 +351,7 @@ def test_paper_mode_attends_to_whole_pages():
     assert sorts["tokens"] > pages["tokens"]
 
 
-# ---- the rest of the interface ---------------------------------------------------------------------
+# ---- the rest of the interface ------------------------------------------------------------------
 
 
 @every_kind
@@ -384,7 +387,7 @@ def test_several_positions_at_once_are_single_ones(kind, data, t):
     threads=st.integers(2, 5),
     options=tree_options(),
 )
-@settings(max_examples=20)
+@few_examples
 def test_threads_change_nothing(problem, threads, options):
     n = problem.n - 40
     results = []
@@ -400,7 +403,7 @@ def test_threads_change_nothing(problem, threads, options):
 
 
 @given(problem=problems("torch-f16", st.integers(450, 900)), options=tree_options())
-@settings(max_examples=15)
+@few_examples
 def test_a_seed_decides_everything(problem, options):
     n = problem.n - 40
     outs = []
@@ -431,13 +434,13 @@ def test_seeds_and_layers_have_trees_of_their_own():
     start=st.integers(0, 500),
     kind=st.sampled_from(KINDS),
 )
-@settings(max_examples=12)
+@few_examples
 def test_no_token_is_lost_or_seen_twice_while_decoding(heads, sink, window, budget, start, kind):
     problem = make_problem(kind, heads, 2, 12, start + 420, seed=start)
     layer = problem.layer(token_budget=budget, sink_tokens=sink, window_tokens=window)
     if start:
         layer.prefill(problem.k[:, :start], problem.v[:, :start])
-    moved = 0
+    moved, before = 0, None
     for i in range(start, problem.n):
         q, k, v = problem.rows(i, i + 1)
         layer.decode(q, k, v)
@@ -454,7 +457,7 @@ def test_no_token_is_lost_or_seen_twice_while_decoding(heads, sink, window, budg
             assert len(positions) == len(always) + min(budget, stats.tree_tokens)
             counts.append(len(positions))
         assert stats.tokens_exact == np.mean(counts) and stats.steps == n - start
-        moved += i > start and stats.tree_tokens > before
+        moved += before is not None and stats.tree_tokens > before
         before = stats.tree_tokens
         if i % 60 == 0 or n == problem.n:
             layer.check()

@@ -44,8 +44,8 @@ def decode_step(
 ) -> tuple[torch.Tensor, list[int]]:
     """One position of one KV head; numbers as in section 2 of the design.
 
-    `q` is [group, d]; `k` and `v` are [n, d]. `always` are the positions of sink and window, `pages`
-    those of the pages whose keys are scored, `closed` those of the nodes that are left closed.
+    `q` is [group, d]; `k` and `v` are [n, d]. `always` are the positions of sink and window,
+    `pages` those of the pages whose keys are scored, `closed` those of the nodes left closed.
     Returns the output, [group, d] in float64, and the selected positions, ascending.
     """
     q, k, v = q.double() * scale, k.double(), v.double()

@@ -128,6 +128,29 @@ def test_identical_keys(n):
     assert len(tree) == n + 40
 
 
+@pytest.mark.parametrize(
+    ("n", "distinct", "options"),
+    [
+        (256, 12, dict(page_size=1, fanout=2, refine_passes=1, seed=9)),
+        (400, 20, dict(page_size=1, fanout=3, refine_passes=2, seed=1)),
+        (20_000, None, dict(seed=2)),
+    ],
+)
+def test_many_identical_keys_of_a_few_sorts(n, distinct, options):
+    # Nodes at one place: all but one of them lose their children when everything is linked anew.
+    random = np.random.default_rng(options["seed"])
+    if distinct:
+        keys = random.standard_normal((distinct, 4)).astype(np.float32)
+        keys = keys[random.integers(distinct, size=n)]
+    else:
+        keys = random.standard_normal((n, 8)).astype(np.float32)
+        keys[random.random(n) < 0.9] = 0.5
+    tree = DciTree(keys.shape[1], **options)
+    tree.insert(keys)
+    tree.check()
+    assert_finds_the_best(*tree.search(keys[:3], 5, field_of_view=EVERYTHING), keys, keys[:3], 5)
+
+
 @given(n=st.integers(300, 900), threads=st.integers(2, 5), seed=st.integers(0, 99))
 @examples(0.25)
 def test_threads_change_nothing_and_a_seed_decides(n, threads, seed):

@@ -263,6 +263,34 @@ mod tests {
         }
     }
 
+    /// Few distinct keys leave nodes of every level without children while a tree is built.
+    #[test]
+    fn many_twins_of_few_keys() {
+        for (seed, page_size, fanout) in (0..60).flat_map(|s| [(s, 1, 2), (s, 2, 3), (s, 6, 4)]) {
+            let mut random = Random::new(seed, 5);
+            let topics = clustered(&mut random, 20, 4);
+            let picks: Vec<usize> = (0..400).map(|_| random.below(20)).collect();
+            let keys: Vec<f32> = picks
+                .iter()
+                .flat_map(|&t| topics[t * 4..][..4].to_vec())
+                .collect();
+            let options = TreeOptions {
+                page_size,
+                page_capacity: 2 * page_size,
+                fanout,
+                seed,
+                ..TreeOptions::default()
+            };
+            let mut index = Index::new(4, options, 1).unwrap();
+            index.insert(strided(&keys, 4)).unwrap();
+            assert_eq!(
+                index.check(),
+                Ok(()),
+                "seed {seed}, page {page_size}, fanout {fanout}"
+            );
+        }
+    }
+
     #[test]
     fn recall_on_clustered_keys() {
         let (n, dim, k) = (8192, 64, 16);

@@ -99,6 +99,20 @@ impl<'a> Draft<'a> {
             for (item, &parent) in parents.iter().enumerate() {
                 level.children[parent as usize].push(item as u32);
             }
+            self.unlink_empty(depth);
+        }
+    }
+
+    /// Takes nodes without children out of the lists above, from `depth` upwards, so that every
+    /// opened node leads down to level `depth`. They are linked again by the next pass.
+    fn unlink_empty(&mut self, depth: usize) {
+        for above in depth + 1..self.levels.len() {
+            let (below, from) = self.levels.split_at_mut(above);
+            let full = |node: &NodeId| !below[above - 1].children[*node as usize].is_empty();
+            from[0]
+                .children
+                .iter_mut()
+                .for_each(|list| list.retain(full));
         }
     }
 

@@ -55,6 +55,12 @@ pub fn descend<P: Priority>(
         if depth == stop {
             return;
         }
+        // A node without children exists only during a build; it leads nowhere.
+        for (score, &node) in frontier.scores.iter_mut().zip(&frontier.nodes) {
+            if level.children[node as usize].is_empty() {
+                *score = f32::NEG_INFINITY;
+            }
+        }
         frontier.order.rank(&frontier.scores);
         let opened = priority.open(level, &frontier.nodes, &mut frontier.order);
         frontier.order.partition(opened, &mut frontier.places);

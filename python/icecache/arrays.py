@@ -44,7 +44,7 @@ def operand(name: str, value: Array) -> Operand:
     unit_rows = array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == item
     forward = all(s >= 0 and s % item == 0 for s in array.strides)
     if not (unit_rows and forward and array.flags.aligned):
-        array = np.ascontiguousarray(array)
+        array = array.copy(order="C")  # aligned too, which ascontiguousarray does not promise
     return Operand(array, dtype, value)
 
 

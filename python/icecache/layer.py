@@ -139,6 +139,10 @@ class LayerCache:
         """
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
             raise ValueError(f"crop keeps the first n tokens: n must be at least 0, got {n!r}")
+        if n > self.seq_len:
+            raise ValueError(
+                f"crop keeps the first n tokens: n must be at most {self.seq_len}, got {n}"
+            )
         self._core.crop(int(n))
 
     def reset(self) -> None:

@@ -54,7 +54,7 @@ pub enum Error {
     #[error("broken invariant: {0}")]
     Invariant(String),
     /// An earlier panic left this object in an unknown state.
-    #[error("this cache failed inside an earlier call and cannot be used any more: {0}")]
+    #[error("internal error, please report it; this object cannot be used any more: {0}")]
     Poisoned(String),
 }
 

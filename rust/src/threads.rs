@@ -7,6 +7,9 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
+/// No call gains from more, and every size of pool that was asked for stays alive.
+const MOST_THREADS: usize = 64;
+
 /// Threads that this process may use: `ICECACHE_NUM_THREADS`, else CPU affinity and cgroup quota.
 pub fn available() -> usize {
     static AVAILABLE: OnceLock<usize> = OnceLock::new();
@@ -24,7 +27,7 @@ pub fn available() -> usize {
 /// Items are handed out one by one, so uneven items balance. `work` must give the same result
 /// whatever the order: every caller writes only to what belongs to its item.
 pub fn for_each(limit: usize, items: usize, work: impl Fn(usize) + Sync) {
-    let limit = if limit == 0 { available() } else { limit };
+    let limit = if limit == 0 { available() } else { limit }.min(MOST_THREADS);
     let helpers = limit.min(items).saturating_sub(1);
     if helpers == 0 {
         return (0..items).for_each(work);

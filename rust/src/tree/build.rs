@@ -125,10 +125,7 @@ impl<'a> Draft<'a> {
             let mut nearest = Nearest {
                 point: &point,
                 lift,
-                field_of_view: std::env::var("ICE_FOV")
-                    .ok()
-                    .and_then(|x| x.parse().ok())
-                    .unwrap_or(LINK_FIELD_OF_VIEW),
+                field_of_view: LINK_FIELD_OF_VIEW,
             };
             *parent = nearest.find(&self.levels, depth, &mut frontier);
         }

@@ -130,6 +130,11 @@ fn close(
     let (mut a, mut b) = (vec![0.0; ours.dim()], vec![0.0; ours.dim()]);
     to_f32(ours.row(node), &mut a);
     to_f32(fresh.row(0), &mut b);
+    if ours.dtype() == Dtype::F16 {
+        // Means beyond the range of f16 are stored as its largest number.
+        let most = half::f16::MAX.to_f32();
+        b.iter_mut().for_each(|x| *x = x.clamp(-most, most));
+    }
     let size = scale + b.iter().map(|x| x * x).sum::<f32>().sqrt();
     let tolerance = match ours.dtype() {
         Dtype::F32 => 1e-4,

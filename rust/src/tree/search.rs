@@ -50,16 +50,15 @@ pub fn descend<P: Priority>(
         .extend(0..levels[levels.len() - 1].len() as NodeId);
     for depth in (stop..levels.len()).rev() {
         let level = &levels[depth];
+        if depth > stop {
+            // A node without children exists only during a build; it leads nowhere.
+            let full = |&node: &NodeId| !level.children[node as usize].is_empty();
+            frontier.nodes.retain(full);
+        }
         priority.score(level, &frontier.nodes, &mut frontier.scores);
         frontier.scored += frontier.nodes.len();
         if depth == stop {
             return;
-        }
-        // A node without children exists only during a build; it leads nowhere.
-        for (score, &node) in frontier.scores.iter_mut().zip(&frontier.nodes) {
-            if level.children[node as usize].is_empty() {
-                *score = f32::NEG_INFINITY;
-            }
         }
         frontier.order.rank(&frontier.scores);
         let opened = priority.open(level, &frontier.nodes, &mut frontier.order);

@@ -65,10 +65,10 @@ def join(arrays):
     return np.concatenate(arrays, axis=1)
 
 
-def assert_close(out, want, values, slack=3e-5):
+def assert_close(out, want, values, slack=3e-5, roundings=1):
     """`out` is `want` to the rounding of its dtype and of float32 sums, in units of the values."""
     dtype = next(name for name in TORCH if out.dtype in (TORCH[name], np.dtype(NUMPY[name])))
-    bound = (ROUNDING[dtype] + slack) * float(tensor(values).abs().max())
+    bound = (roundings * ROUNDING[dtype] + slack) * float(tensor(values).abs().max())
     error = float((tensor(out) - want).abs().max())
     assert error <= bound, f"off by {error:.3g}, at most {bound:.3g} allowed"
 

@@ -33,7 +33,7 @@ def with_value(array, value, *at):
     return array
 
 
-RANK = "dimensions|must have shape"
+RANK = "[kq] must have"
 
 # Every way to be wrong: call(layer), the error and what its message says.
 BAD_CALLS = {
@@ -263,9 +263,9 @@ def test_with_one_kv_head_the_rank_counts_too():
         lambda: layer.append(some((3, DIM)), some((1, 3, DIM))),
         lambda: layer.append(some((1, 3, DIM)), some((3, DIM))),
     ):
-        with pytest.raises(ValueError, match="must have shape"):
+        with pytest.raises(ValueError, match="[kv] must have"):
             call()
-    with pytest.raises(ValueError, match="q must have shape"):
+    with pytest.raises(ValueError, match="q must have"):
         layer.prefill(some((1, 3, DIM)), some((1, 3, DIM)), some((3, DIM)))
     assert layer.seq_len == 0
 
@@ -324,7 +324,7 @@ def test_views_are_as_good_as_copies(kind):
         got = [layer.prefill(k[name][:, :410], v[name][:, :410], q[name][:, :410])]
         got.append(layer.decode(q[name][:, 410:], k[name][:, 410:], v[name][:, 410:]))
         if kind.startswith("torch"):  # its own products choose an order by the layout
-            assert_close(got[0], problem.exact(0, 410), problem.v)
+            assert_close(got[0], problem.exact(0, 410), problem.v, roundings=2)
         else:
             assert same(got[0], want[0]), name
         assert same(got[1], want[1]), name
@@ -352,7 +352,7 @@ def test_one_row_for_all(kind):
 def test_arrays_are_not_copied_and_not_changed(kind):
     array = kv_like(5, kind)
     before = tensor(array).clone()
-    prepared = operand("k", array)
+    prepared = operand("k", array, 3)
     assert prepared.dtype == kind.split("-")[1] and prepared.like is array
     address = array.data_ptr() if kind.startswith("torch") else array.ctypes.data
     assert prepared.array.ctypes.data == address
@@ -396,7 +396,7 @@ def test_numpy_and_torch_give_the_same_and_may_take_turns(dtype):
 @pytest.mark.parametrize("value", [0, -1, True, 2.0, "2", None, 2**70])
 def test_shapes_are_positive_integers(name, value):
     shape = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 8, name: value}
-    with pytest.raises(ValueError, match=f"{name} must be"):
+    with pytest.raises((TypeError, ValueError), match=f"{name} must be"):
         LayerCache(**shape)
 
 

@@ -13,6 +13,7 @@ from rich.progress import Progress
 from tiny_models import llama, mistral
 from tiny_tokenizer import VOCABULARY, byte_tokenizer
 
+from icecache import IceConfig
 from icecache.eval import texts
 from icecache.eval.decode import Decoder, Step, check_model, prefill
 from icecache.eval.errors import EvalError
@@ -230,7 +231,9 @@ def test_a_plan_forces_what_all_policies_share():
         config = run.config()
         assert {name: getattr(config, name) for name in FORCED} == FORCED
         assert config.token_budget == (run.budget or 64)
-        assert config.open_fraction == (0.25 if run.policy == "icecache" else 0.5)
+        assert config.open_fraction == (
+            0.25 if run.policy == "icecache" else IceConfig().open_fraction
+        )
     assert runs[-1].config(seed=7).seed == 7
     for options, message in [
         ({"window_tokens": 1}, "window_tokens cannot be set"),

@@ -1,5 +1,6 @@
 """`LayerCache`: what it answers, held against full attention in float64."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -122,8 +123,10 @@ def test_prefill_in_pieces_is_prefill(kind, data, cuts):
         outs.append(pieces.prefill(k, v, q))
         pieces.check()
     want = problem.exact(0, n)
-    assert_close(whole, want, problem.v)
-    assert_close(join(outs), want, problem.v)
+    # Torch rounds the weights to the dtype too.
+    roundings = 2 if kind.startswith("torch") else 1
+    assert_close(whole, want, problem.v, roundings=roundings)
+    assert_close(join(outs), want, problem.v, roundings=roundings)
     for stored, given_ in zip(pieces.gather(), (problem.k, problem.v), strict=True):
         assert same(stored, given_)
     for stored, given_ in zip(once.gather(), (problem.k, problem.v), strict=True):
@@ -272,6 +275,7 @@ def test_below_dense_below_attention_is_full():
     assert layer.stats().tokens_exact < 650
 
 
+@pytest.mark.parametrize("pages", ["one", "many"])
 @few_examples
 @given(
     problem=problems("numpy-f32", st.integers(400, 700), ("normal", "clustered")),
@@ -279,28 +283,34 @@ def test_below_dense_below_attention_is_full():
     budget=st.integers(1, 40),
     data=st.data(),
 )
-def test_a_constant_added_to_all_keys_changes_nothing(problem, constant, budget, data):
+def test_a_constant_added_to_all_keys_changes_nothing(pages, problem, constant, budget, data):
     # On a grid the sum is exact, so that only the rounding of the cache itself can differ. Each
     # head gets constants of its own.
-    grid = np.round(problem.k * 64) / 64
+    grid = (np.round(problem.k * 64) / 64).astype(np.float32)
     random = np.random.default_rng(constant + 64)
     constants = random.integers(-1, 2, (len(grid), 1, grid.shape[2])) * constant
     moved = (grid + constants).astype(np.float32)
     assert np.array_equal(moved - constants, grid)
     options = dict(data.draw(tree_options()), token_budget=budget, summary_dtype="f32")
-    plain = type(problem)(problem.q, grid.astype(np.float32), problem.v, problem.scale)
-    other = type(problem)(problem.q, moved, problem.v, problem.scale)
-    n = problem.n - 4
-    outs, chosen = [], []
-    for each in (plain, other):
-        layer = prefilled(each, n, **options)
-        outs.append(layer.decode(*each.rows(n, each.n)))
+    if pages == "one":
+        options.update(page_size=10_000, page_capacity=None)
+    plain = replace(problem, k=grid)
+    outs, errors, chosen = [], [], []
+    for each in (plain, replace(problem, k=moved)):
+        layer = prefilled(each, problem.n - 1, **options)
+        outs.append(layer.decode(*each.rows(problem.n - 1, problem.n)))
+        errors.append(float((tensor(outs[-1]) - plain.exact(problem.n - 1, problem.n)).abs().max()))
         chosen.append(layer.selected())
-    if all(np.array_equal(a, b) for a, b in zip(*chosen, strict=True)):
-        size = float(np.abs(problem.v).max())
-        logit = float(np.abs(constants).max() * np.abs(problem.q).sum(axis=2).max() * other.scale)
-        np.testing.assert_allclose(outs[0][:, -1], outs[1][:, -1], atol=size * 1e-6 * (30 + logit))
-    else:  # equal priorities may be ordered either way: the same nodes, a token or two differ
+    # Logits are sums of large terms that cancel.
+    terms = 1 + np.abs(constants).max() * np.abs(problem.q).sum(axis=2).max() * problem.scale
+    size = float(np.abs(problem.v).max())
+    rounding = size * 1e-6 * (30 + float(terms))
+    if pages == "many":
+        # Rounding may link a token to another of two equally near nodes.
+        assert errors[1] <= 1.5 * errors[0] + 0.02 * size + rounding
+    elif all(np.array_equal(a, b) for a, b in zip(*chosen, strict=True)):
+        assert np.abs(outs[0] - outs[1]).max() <= rounding
+    else:  # equal priorities may be ordered either way
         assert sum(len(set(a) ^ set(b)) for a, b in zip(*chosen, strict=True)) <= 2 * len(grid)
 
 

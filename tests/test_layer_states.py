@@ -74,8 +74,8 @@ class AnyOrder(RuleBasedStateMachine):
     def start(self, count, with_q):
         q, k, v = self.take(count)
         out = self.layer.prefill(k, v, q if with_q else None)
-        if with_q:
-            assert_close(out, self.exact(q), self.pool.v)
+        if with_q:  # torch rounds the weights to the dtype too
+            assert_close(out, self.exact(q), self.pool.v, roundings=2)
         else:
             assert out is None
 

@@ -11,7 +11,7 @@ from kv_arrays import KINDS, cast, dtype_of, examples, make_problem, tensor
 
 from icecache import DciTree
 
-EVERYTHING = 2**31
+EVERYTHING = 2**31 - 1
 
 
 def make_keys(kind, n, dim, seed=0, content="clustered"):
@@ -200,8 +200,12 @@ def test_scores_are_products_of_the_stored_keys():
 
 
 BAD_CALLS = {
-    "a vector": (lambda t: t.insert(np.zeros(8, np.float32)), ValueError, r"keys must have shape"),
-    "rank 3": (lambda t: t.insert(np.zeros((1, 2, 8), np.float32)), ValueError, r"\[n, 8\]"),
+    "a vector": (lambda t: t.insert(np.zeros(8, np.float32)), ValueError, r"keys must have"),
+    "rank 3": (
+        lambda t: t.insert(np.zeros((1, 2, 8), np.float32)),
+        ValueError,
+        r"keys must have shape \[n, ",
+    ),
     "another width": (
         lambda t: t.insert(np.zeros((2, 7), np.float32)),
         ValueError,
@@ -233,22 +237,22 @@ BAD_CALLS = {
     "a vector of a query": (
         lambda t: t.exact_search(np.zeros(8, np.float32), 1),
         ValueError,
-        "queries must have shape",
+        "queries must have",
     ),
     "k of 0": (
         lambda t: t.search(np.zeros((1, 8), np.float32), 0),
         ValueError,
-        "k must be a positive integer, got 0",
+        r"\bk must be .*got 0",
     ),
     "a float k": (
         lambda t: t.search(np.zeros((1, 8), np.float32), 1.0),
-        ValueError,
-        "k must be a positive integer, got 1.0",
+        (TypeError, ValueError),
+        r"\bk must be .*got 1\.0",
     ),
     "a field of view of -1": (
         lambda t: t.search(np.zeros((1, 8), np.float32), 1, field_of_view=-1),
         ValueError,
-        "field_of_view must be a positive integer, got -1",
+        r"field_of_view must be .*got -1",
     ),
     "gradients": (
         lambda t: t.insert(torch.zeros(2, 8, requires_grad=True)),

@@ -32,14 +32,16 @@ def is_tensor(value: Any) -> bool:
     return torch is not None and isinstance(value, torch.Tensor)
 
 
-def operand(name: str, value: Array) -> Operand:
-    """Checks kind and dtype. Copies only if the last axis is not contiguous or an axis runs
-    backwards.
+def operand(name: str, value: Array, ndim: int | None = None) -> Operand:
+    """Checks kind, dtype and, if given, the number of dimensions. Copies only if the last axis is
+    not contiguous or an axis runs backwards.
 
     Raises `TypeError` for anything but f32, f16 or bf16 in a NumPy array or a CPU torch tensor,
     `ValueError` for a tensor that records gradients.
     """
     array, dtype = _from_tensor(name, value) if is_tensor(value) else _from_numpy(name, value)
+    if ndim is not None and array.ndim != ndim:
+        raise ValueError(f"{name} must have {ndim} dimensions, got shape {list(array.shape)}")
     item = array.itemsize
     unit_rows = array.ndim == 0 or array.shape[-1] <= 1 or array.strides[-1] == item
     forward = all(s >= 0 and s % item == 0 for s in array.strides)

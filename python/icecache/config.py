@@ -14,6 +14,19 @@ _TAILS = ("summary", "drop")
 _SUMMARY_DTYPES = ("f32", "f16", "bf16")
 
 
+def require_int(name: str, value: Any, low: int) -> int:
+    """`value` as an int of at least `low` (and below 2^31); the errors name it."""
+    try:
+        if isinstance(value, bool):
+            raise TypeError
+        number = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an integer, got {value!r}") from None
+    if not low <= number < 2**31:
+        raise ValueError(f"{name} must be between {low} and {2**31 - 1}, got {number}")
+    return number
+
+
 @dataclass(frozen=True, kw_only=True)
 class IceConfig:
     """How many tokens are attended exactly, how the index is built, and when it is used.
@@ -99,16 +112,7 @@ class IceConfig:
             raise ValueError('selection "pages" attends to whole pages only: tail must be "drop"')
 
     def _require_int(self, name: str, low: int) -> None:
-        value = getattr(self, name)
-        try:
-            if isinstance(value, bool):
-                raise TypeError
-            number = operator.index(value)
-        except TypeError:
-            raise TypeError(f"{name} must be an integer, got {value!r}") from None
-        if not low <= number < 2**31:
-            raise ValueError(f"{name} must be between {low} and {2**31 - 1}, got {number}")
-        object.__setattr__(self, name, number)
+        object.__setattr__(self, name, require_int(name, getattr(self, name), low))
 
     @classmethod
     def paper(cls, token_budget: int = 64, **options: Any) -> IceConfig:

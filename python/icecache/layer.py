@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from . import _icecache
 from .arrays import Array, Operand, is_tensor, operand, result, same_dtype, stored
-from .config import IceConfig
+from .config import IceConfig, require_int
 from .sdpa import attend_causal
 from .stats import LayerStats
 
@@ -47,24 +47,21 @@ class LayerCache:
         *,
         layer_index: int = 0,
     ) -> None:
-        for name, value in (
-            ("num_q_heads", num_q_heads),
-            ("num_kv_heads", num_kv_heads),
-            ("head_dim", head_dim),
-        ):
-            if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < 1:
-                raise ValueError(f"{name} must be a positive integer, got {value!r}")
-        self.num_q_heads = int(num_q_heads)
-        self.num_kv_heads = int(num_kv_heads)
-        self.head_dim = int(head_dim)
+        self.num_q_heads = require_int("num_q_heads", num_q_heads, 1)
+        self.num_kv_heads = require_int("num_kv_heads", num_kv_heads, 1)
+        self.head_dim = require_int("head_dim", head_dim, 1)
+        if config is not None and not isinstance(config, IceConfig):
+            raise TypeError(f"config must be an IceConfig, got {config!r}")
         self.config = IceConfig() if config is None else config
-        self.scale = float(head_dim**-0.5 if scale is None else scale)
+        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
+            raise TypeError(f"scale must be a number or None, got {scale!r}")
+        self.scale = float(self.head_dim**-0.5 if scale is None else scale)
         self._core = _icecache.Layer(
             self.num_q_heads,
             self.num_kv_heads,
             self.head_dim,
             self.scale,
-            layer_index,
+            require_int("layer_index", layer_index, 0),
             self.config,
         )
         self._tensors = False
@@ -75,12 +72,12 @@ class LayerCache:
         With `q`, the queries of the same positions, returns exact attention to everything stored
         so far, each position to itself and what is before it.
         """
-        keys, values = operand("k", k), operand("v", v)
+        keys, values = operand("k", k, 3), operand("v", v, 3)
         if q is None:
             self._core.prefill(keys.array, values.array, same_dtype(k=keys, v=values))
             self._tensors = is_tensor(k)
             return None
-        queries = operand("q", q)
+        queries = operand("q", q, 3)
         dtype = same_dtype(q=queries, k=keys, v=values)
         if is_tensor(q) and is_tensor(k) and is_tensor(v):
             self._core.validate(queries.array, keys.array, values.array, dtype)
@@ -97,7 +94,7 @@ class LayerCache:
     def decode(self, q: Array, k: Array, v: Array) -> Array:
         """Appends one position or more, then attends sparsely: each position selects for itself
         and sees nothing after it."""
-        queries, keys, values = operand("q", q), operand("k", k), operand("v", v)
+        queries, keys, values = operand("q", q, 3), operand("k", k, 3), operand("v", v, 3)
         dtype = same_dtype(q=queries, k=keys, v=values)
         out = self._output(queries)
         self._core.decode(queries.array, keys.array, values.array, dtype, out)
@@ -106,7 +103,7 @@ class LayerCache:
 
     def append(self, k: Array, v: Array) -> None:
         """Appends positions as `decode` does, without attending."""
-        keys, values = operand("k", k), operand("v", v)
+        keys, values = operand("k", k, 3), operand("v", v, 3)
         self._core.append(keys.array, values.array, same_dtype(k=keys, v=values))
         self._tensors = is_tensor(k)
 
@@ -125,7 +122,8 @@ class LayerCache:
         """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
         keys, values = self._core.gather()
         dtype = self._core.dtype or "f32"
-        shape = (self.num_kv_heads, self.seq_len, self.head_dim)
+        # Not `seq_len`: another thread may have appended since.
+        shape = (self.num_kv_heads, keys.size // (self.num_kv_heads * self.head_dim), self.head_dim)
         return (
             stored(keys, dtype, self._tensors, shape),
             stored(values, dtype, self._tensors, shape),
@@ -173,14 +171,13 @@ class LayerCache:
         return LayerStats(**self._core.stats())
 
     def _attend(self, q: Array, exact: bool) -> Array:
-        queries = operand("q", q)
+        queries = operand("q", q, 3)
         out = self._output(queries)
         self._core.attend(queries.array, queries.dtype, out, exact)
         return result(out, q)
 
     def _output(self, queries: Operand) -> npt.NDArray[np.float32]:
-        tokens = queries.array.shape[1] if queries.array.ndim == 3 else 0
-        return np.empty((self.num_q_heads, tokens, self.head_dim), np.float32)
+        return np.empty((self.num_q_heads, queries.array.shape[1], self.head_dim), np.float32)
 
     def __repr__(self) -> str:
         return (

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from . import _icecache
 from .arrays import Array, operand
+from .config import require_int
 from .stats import TreeStats
 
 
@@ -41,18 +42,19 @@ class DciTree:
         summary_dtype: str = "f16",
         num_threads: int | None = None,
     ) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, (int, np.integer)) or dim < 1:
-            raise ValueError(f"dim must be a positive integer, got {dim!r}")
-        self.dim = int(dim)
+        self.dim = require_int("dim", dim, 1)
+        page_size = require_int("page_size", page_size, 1)
         self._core = _icecache.Index(
             self.dim,
             page_size,
-            2 * page_size if page_capacity is None else page_capacity,
-            fanout,
-            refine_passes,
+            2 * page_size
+            if page_capacity is None
+            else require_int("page_capacity", page_capacity, page_size),
+            require_int("fanout", fanout, 2),
+            require_int("refine_passes", refine_passes, 0),
             summary_dtype,
-            seed,
-            num_threads or 0,
+            require_int("seed", seed, 0),
+            0 if num_threads is None else require_int("num_threads", num_threads, 1),
         )
         self._scored = (0.0, 0.0)
 

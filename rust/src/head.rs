@@ -141,6 +141,9 @@ impl Head {
         options: &Options,
         limit: usize,
     ) {
+        // At once: growing step by step would leave holes in the heap.
+        self.window_keys.reserve(keys.len);
+        self.window_values.reserve(keys.len);
         (0..keys.len).for_each(|i| self.store(keys, values, i, options));
         self.settle(options, limit);
     }

@@ -377,6 +377,11 @@ impl RowStore {
         self.len += 1;
     }
 
+    /// Room for exactly this many more rows.
+    pub fn reserve(&mut self, rows: usize) {
+        typed!(Buffer, &mut self.data, x => x.reserve_exact(rows * self.dim));
+    }
+
     /// Overwrites a row, rounded from f32.
     pub fn set_f32(&mut self, i: usize, row: &[f32]) {
         let range = i * self.dim..(i + 1) * self.dim;

@@ -31,6 +31,11 @@ impl Tree {
     /// `limit`: threads to use at most (0: all).
     pub fn build(tokens: Tokens<'_>, options: &TreeOptions, stream: u64, limit: usize) -> Self {
         let transform = Transform::fit(tokens.keys);
+        let mut options = options.clone();
+        if options.summary_dtype == Dtype::F16 && !fits_f16(&transform, tokens.values) {
+            options.summary_dtype = Dtype::Bf16;
+        }
+        let options = &options;
         let mut draft = Draft::promote(tokens.keys, &transform, options, stream);
         draft.link_all(limit);
         for _ in 0..options.refine_passes {
@@ -311,4 +316,16 @@ impl<'a> Draft<'a> {
             len: tokens.keys.len,
         }
     }
+}
+
+/// Whether means of these keys and values are well inside the range of f16.
+fn fits_f16(transform: &Transform, values: Strided<'_>) -> bool {
+    let inside = |largest: f32| largest == 0.0 || (1e-2..3e4).contains(&largest);
+    let mut row = vec![0.0; values.dim];
+    let mut largest = 0.0f32;
+    for i in 0..values.len {
+        crate::rows::to_f32(values.row(i), &mut row);
+        largest = row.iter().fold(largest, |a, x| a.max(x.abs()));
+    }
+    inside(transform.radius()) && inside(largest)
 }

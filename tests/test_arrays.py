@@ -263,7 +263,7 @@ def test_with_one_kv_head_the_rank_counts_too():
         lambda: layer.append(some((3, DIM)), some((1, 3, DIM))),
         lambda: layer.append(some((1, 3, DIM)), some((3, DIM))),
     ):
-        with pytest.raises(ValueError, match="[kv] must have"):
+        with pytest.raises(ValueError, match=r"[kv] must have"):
             call()
     with pytest.raises(ValueError, match="q must have"):
         layer.prefill(some((1, 3, DIM)), some((1, 3, DIM)), some((3, DIM)))

@@ -4,16 +4,12 @@ use crate::config::Options;
 use crate::error::{Error, Result};
 use crate::head::{Head, Scratch, Step};
 use crate::ids::KeyId;
-use crate::memory;
 use crate::rows::{Buffer, Dtype, Elements, Strided, to_f32};
 use crate::threads;
 use std::cell::RefCell;
 
 /// Positions of one work item of exact attention.
 const EXACT_POSITIONS: usize = 4;
-
-/// A prefill of at least this many tokens gives back the memory that its build has freed.
-const TRIM_TOKENS: usize = 1024;
 
 /// Shape of a layer. Query head `h` reads KV head `h / group`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -114,9 +110,6 @@ impl Layer {
             threads::for_each_mut(limit, &mut self.heads, |h, head| {
                 head.append_bulk(k[h], v[h], options, limit);
             });
-            if n >= TRIM_TOKENS {
-                memory::give_back();
-            }
             return Ok(());
         };
         threads::for_each_mut(limit, &mut self.heads, |h, head| {

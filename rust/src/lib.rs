@@ -26,7 +26,6 @@ pub mod error;
 pub mod ids;
 pub mod config;
 pub mod threads;
-pub mod memory;
 pub mod random;
 pub mod simd;
 pub mod transform;

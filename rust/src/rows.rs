@@ -407,9 +407,11 @@ impl RowStore {
         self.len -= rows;
         let (gone, keep) = (rows * self.dim, self.len * self.dim);
         typed!(Buffer, &mut self.data, x => {
-            x.drain(..gone);
             if x.capacity() > 2 * keep {
-                x.shrink_to(keep);
+                // Not shrunk in place: the rest would pin a hole that the next bulk does not fit.
+                *x = x[gone..].to_vec();
+            } else {
+                x.drain(..gone);
             }
         });
     }

@@ -22,8 +22,8 @@ RUST = """
     transform project
     order
     pages
-    tree/node tree/summary tree/split tree/mod
-    tree/search tree/build tree/insert tree/remove tree/check
+    tree/node tree/summary tree/cluster tree/mod
+    tree/search tree/build tree/insert tree/regroup tree/remove tree/check
     exact
     index
     select

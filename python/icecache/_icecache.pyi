@@ -1,5 +1,6 @@
 """The Rust core. Private: `LayerCache` and `DciTree` check what they pass on."""
 
+from collections.abc import Sequence
 from typing import Any, final
 
 import numpy as np
@@ -74,7 +75,7 @@ class Index:
         self,
         queries: npt.NDArray[Any],
         dtype: str,
-        field_of_view: int,
+        field_of_view: Sequence[int],
         exact: bool,
         ids: npt.NDArray[np.int64],
         scores: npt.NDArray[np.float32],

@@ -52,7 +52,7 @@ class IceConfig:
     """Most tokens a page holds before it splits; None means twice `page_size`."""
     fanout: int = 12
     """Target mean of children per upper node; a node splits above twice as many."""
-    refine_passes: int = 3
+    refine_passes: int = 2
     """Times that the build moves the nodes to their means and links everything anew."""
     open_fraction: float = 0.75
     """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole."""

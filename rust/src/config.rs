@@ -21,6 +21,9 @@ pub enum Tail {
     Drop,
 }
 
+/// A crop of so many tokens stays inside the window.
+const LEAST_WINDOW: usize = 32;
+
 /// Scoring fewer keys than this saves less than it loses.
 const LEAST_CANDIDATES: usize = 256;
 
@@ -58,7 +61,7 @@ impl Default for TreeOptions {
             page_size: 6,
             page_capacity: 12,
             fanout: 12,
-            refine_passes: 3,
+            refine_passes: 2,
             summary_dtype: Dtype::F16,
             seed: 0,
         }
@@ -112,6 +115,11 @@ impl Options {
             });
         }
         self.tree.validate()
+    }
+
+    /// Tokens that the window keeps when others leave it.
+    pub fn window(&self) -> usize {
+        self.window_tokens.max(LEAST_WINDOW)
     }
 
     /// Keys of the index scored exactly in one step: so many that a small budget chooses well.

@@ -2,13 +2,13 @@
 
 use crate::order::Best;
 use crate::tree::Tree;
-use crate::tree::search::Frontier;
+use crate::tree::search::{Frontier, View};
 
 /// Scores every key of the tree; the signature of [`crate::tree::search::search`].
 pub fn search(
     tree: &Tree,
     query: &[f32],
-    _field_of_view: usize,
+    _view: View<'_>,
     best: &mut Best,
     _frontier: &mut Frontier,
 ) -> usize {

@@ -16,9 +16,9 @@ use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
 use std::ops::Range;
 
-/// Tokens that leave the window together. After they have left, at least as many stay, so that a
-/// crop of this many stays inside the window.
-pub const BLOCK: usize = 32;
+/// Tokens that the window holds beyond its option before each new one moves the oldest into the
+/// tree, and the fewest it keeps: a crop of this many stays inside the window.
+pub const SLACK: usize = 32;
 /// Keys scored at a time by exact attention.
 const EXACT_ROWS: usize = 256;
 
@@ -117,18 +117,16 @@ impl Head {
 
     // ---- storing ------------------------------------------------------------------------------
 
-    /// Appends one token. First moves the oldest block of an over-full window into the tree, so
-    /// that a step that is cropped away and done again leaves the state of having done it once.
+    /// Appends one token. First the oldest of a full window moves into the tree: a step that is
+    /// cropped away and done again leaves the state of having done it once.
     pub fn append(&mut self, keys: Strided<'_>, values: Strided<'_>, i: usize, options: &Options) {
-        let window = options.window_tokens.max(BLOCK);
-        let full = window
-            + if self.tree.is_some() {
-                BLOCK
-            } else {
-                FIRST_BULK
-            };
-        if self.window_len() >= full {
-            self.index(self.window_len() - window, options, 1);
+        let most = options.window() + SLACK;
+        match self.tree {
+            Some(_) if self.window_len() >= most => {
+                self.index(self.window_len() + 1 - most, options, 1)
+            }
+            Some(_) => (),
+            None => self.settle(options, 1),
         }
         self.store(keys, values, i, options);
     }
@@ -150,14 +148,13 @@ impl Head {
 
     /// Indexes what is beyond the window, if there is enough of it.
     pub fn settle(&mut self, options: &Options, limit: usize) {
-        let window = options.window_tokens.max(BLOCK);
         let least = if self.tree.is_some() {
-            BLOCK
+            SLACK
         } else {
             FIRST_BULK
         };
-        if self.window_len() >= window + least {
-            self.index(self.window_len() - window, options, limit);
+        if self.window_len() >= options.window() + least {
+            self.index(self.window_len() - options.window(), options, limit);
         }
     }
 
@@ -218,7 +215,7 @@ impl Head {
     /// from the leaves, and the last ones left become the window again.
     pub fn crop(&mut self, n: usize, options: &Options) {
         self.selected.clear();
-        if n >= self.window_start {
+        if n > self.window_start || self.tree.is_none() && n >= self.window_start {
             self.window_keys.truncate(n - self.window_start);
             self.window_values.truncate(n - self.window_start);
             return;
@@ -237,8 +234,7 @@ impl Head {
             .as_mut()
             .expect("tokens between sink and window are in the tree");
         tree.remove_from(n as KeyId);
-        let window = options.window_tokens.max(BLOCK);
-        let first = n.saturating_sub(window).max(self.sink_keys.len());
+        let first = n.saturating_sub(options.window()).max(self.sink_keys.len());
         let (_, keys, values) = tree.tokens_from(first as KeyId);
         if !tree.remove_from(first as KeyId) {
             self.tree = None;

@@ -10,7 +10,7 @@ use crate::threads;
 use crate::tree::Tree;
 use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
-use crate::tree::search::{self, Frontier};
+use crate::tree::search::{self, Frontier, View};
 
 /// Keys of the first tree, which fix centring and transform. Until then every key is scanned.
 pub const FIRST_BULK: usize = 256;
@@ -147,7 +147,7 @@ impl Index {
         &self,
         queries: Strided<'_>,
         k: usize,
-        field_of_view: usize,
+        view: View<'_>,
         exact: bool,
         ids: &mut [i64],
         scores: &mut [f32],
@@ -164,7 +164,7 @@ impl Index {
             let (mut best, mut frontier) = (Best::default(), Frontier::default());
             if let Some(tree) = &self.tree {
                 let method = if exact { exact::search } else { search::search };
-                item.2.nodes_scored = method(tree, &query, field_of_view, &mut best, &mut frontier);
+                item.2.nodes_scored = method(tree, &query, view, &mut best, &mut frontier);
             }
             if let Some(waiting) = &self.waiting {
                 let ids: Vec<KeyId> = (0..waiting.len() as KeyId).collect();
@@ -253,8 +253,8 @@ mod tests {
             let query = &all[..dim];
             let (mut ids, mut scores) = (vec![0; k], vec![0.0; k]);
             let (mut want_ids, mut want) = (vec![0; k], vec![0.0; k]);
-            index.search(strided(query, dim), k, usize::MAX, false, &mut ids, &mut scores).unwrap();
-            index.search(strided(query, dim), k, 1, true, &mut want_ids, &mut want).unwrap();
+            index.search(strided(query, dim), k, View(&[usize::MAX]), false, &mut ids, &mut scores).unwrap();
+            index.search(strided(query, dim), k, View(&[1]), true, &mut want_ids, &mut want).unwrap();
             prop_assert_eq!(&ids, &want_ids);
             prop_assert_eq!(&scores, &want);
             let brute = all.chunks(dim).map(|key| key.iter().zip(query).map(|(a, b)| a * b).sum::<f32>());
@@ -302,10 +302,24 @@ mod tests {
         let (mut ids, mut want) = (vec![0; 64 * k], vec![0; 64 * k]);
         let mut scores = vec![0.0; 64 * k];
         let effort = index
-            .search(strided(&queries, dim), k, 64, false, &mut ids, &mut scores)
+            .search(
+                strided(&queries, dim),
+                k,
+                View(&[64]),
+                false,
+                &mut ids,
+                &mut scores,
+            )
             .unwrap();
         index
-            .search(strided(&queries, dim), k, 64, true, &mut want, &mut scores)
+            .search(
+                strided(&queries, dim),
+                k,
+                View(&[64]),
+                true,
+                &mut want,
+                &mut scores,
+            )
             .unwrap();
         let found: usize = ids
             .chunks(k)

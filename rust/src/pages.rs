@@ -2,10 +2,11 @@
 //!
 //! A page is a *block* of a large chunk: its K rows, then its V rows. Blocks are exactly as long as
 //! their page, so a full pool has no slack; a page that grows moves to a longer block and its old
-//! block is used again. Shared pages are copied before they change.
+//! block is used again, merged with free neighbours. Shared pages are copied before they change.
 
 use crate::ids::{KeyId, PageId};
 use crate::rows::{Buffer, Dtype, Elements, Rows, make_room};
+use std::collections::{BTreeMap, BTreeSet};
 
 /// Rows of a chunk made for growth; a bulk gets one chunk of its own size.
 const GROWTH_ROWS: usize = 64;
@@ -28,7 +29,70 @@ struct Page {
 struct Chunk {
     data: Buffer,
     ids: Vec<KeyId>,
-    used: usize,
+}
+
+/// Blocks that no page uses; no two are neighbours.
+#[derive(Debug, Default)]
+struct FreeBlocks {
+    /// Chunk and first row -> rows.
+    by_place: BTreeMap<(u32, u32), u32>,
+    /// Rows, chunk, first row.
+    by_rows: BTreeSet<(u32, u32, u32)>,
+}
+
+impl FreeBlocks {
+    fn remove(&mut self, block: Block) {
+        self.by_place.remove(&(block.chunk, block.start));
+        self.by_rows.remove(&(block.rows, block.chunk, block.start));
+    }
+
+    /// Adds a block, merged with its free neighbours.
+    fn put(&mut self, mut block: Block) {
+        let chunk = block.chunk;
+        let at = |(start, rows): (u32, u32)| Block { chunk, start, rows };
+        let before = self.by_place.range(..(chunk, block.start)).next_back();
+        let before =
+            before.filter(|((c, start), rows)| *c == chunk && start + **rows == block.start);
+        if let Some(before) = before.map(|((_, start), rows)| at((*start, *rows))) {
+            self.remove(before);
+            block = at((before.start, before.rows + block.rows));
+        }
+        let end = block.start + block.rows;
+        if let Some(&rows) = self.by_place.get(&(chunk, end)) {
+            self.remove(at((end, rows)));
+            block.rows += rows;
+        }
+        self.by_place.insert((chunk, block.start), block.rows);
+        self.by_rows.insert((block.rows, chunk, block.start));
+    }
+
+    /// The first `rows` rows of the shortest block that has as many.
+    fn take(&mut self, rows: u32) -> Option<Block> {
+        let &(found, chunk, start) = self.by_rows.range((rows, 0, 0)..).next()?;
+        let block = Block {
+            chunk,
+            start,
+            rows: found,
+        };
+        self.remove(block);
+        if found > rows {
+            self.put(Block {
+                start: start + rows,
+                rows: found - rows,
+                ..block
+            });
+        }
+        Some(Block { rows, ..block })
+    }
+
+    fn rows(&self) -> usize {
+        self.by_place.values().map(|&rows| rows as usize).sum()
+    }
+
+    /// Bytes of both trees: their entries, and as much again at most for what nodes leave empty.
+    fn bytes(&self) -> usize {
+        2 * self.by_place.len() * (size_of::<[u32; 3]>() + size_of::<[u32; 3]>())
+    }
 }
 
 /// All pages of one KV head.
@@ -40,8 +104,7 @@ pub struct PagePool {
     chunks: Vec<Chunk>,
     pages: Vec<Page>,
     free_pages: Vec<PageId>,
-    /// Free blocks by their number of rows.
-    free_blocks: Vec<Vec<Block>>,
+    free: FreeBlocks,
     rows_held: usize,
 }
 
@@ -55,7 +118,7 @@ impl PagePool {
             chunks: Vec::new(),
             pages: Vec::new(),
             free_pages: Vec::new(),
-            free_blocks: Vec::new(),
+            free: FreeBlocks::default(),
             rows_held: 0,
         }
     }
@@ -106,7 +169,7 @@ impl PagePool {
         if page.references == 0 {
             let block = page.block;
             self.rows_held -= block.rows as usize;
-            self.put_block(block);
+            self.free.put(block);
             self.free_pages.push(id);
         }
     }
@@ -173,9 +236,15 @@ impl PagePool {
 
     /// A new page of the rows `keep` of `id`, which stays as it is.
     pub fn subset(&mut self, id: PageId, keep: &[u32]) -> PageId {
-        let page = self.allocate(keep.len());
-        for (to, &from) in keep.iter().enumerate() {
-            self.copy_row((id, from as usize), (page, to));
+        let rows: Vec<_> = keep.iter().map(|&row| (id, row)).collect();
+        self.collect(&rows)
+    }
+
+    /// A new page of rows of any pages, which stay as they are.
+    pub fn collect(&mut self, rows: &[(PageId, u32)]) -> PageId {
+        let page = self.allocate(rows.len());
+        for (to, &(from, row)) in rows.iter().enumerate() {
+            self.copy_row((from, row as usize), (page, to));
         }
         page
     }
@@ -192,20 +261,15 @@ impl PagePool {
             .iter()
             .map(|c| c.data.bytes() + c.ids.capacity() * size_of::<KeyId>())
             .sum();
-        let free: usize = self
-            .free_blocks
-            .iter()
-            .map(|f| size_of_val(f) + f.capacity() * size_of::<Block>())
-            .sum();
         size_of::<Self>()
             + chunks
-            + free
+            + self.free.bytes()
             + self.chunks.capacity() * size_of::<Chunk>()
             + self.pages.capacity() * size_of::<Page>()
             + self.free_pages.capacity() * size_of::<PageId>()
     }
 
-    /// Counts rows anew: held ones, free blocks and unused ends make up every chunk.
+    /// Counts rows anew: pages and free blocks make up every chunk.
     pub fn check(&self) -> Result<(), String> {
         let held: usize = self
             .pages
@@ -213,16 +277,11 @@ impl PagePool {
             .filter(|p| p.references > 0)
             .map(|p| p.block.rows as usize)
             .sum();
-        let free: usize = self
-            .free_blocks
-            .iter()
-            .flatten()
-            .map(|b| b.rows as usize)
-            .sum();
-        let used: usize = self.chunks.iter().map(|c| c.used).sum();
-        if held != self.rows_held || held + free != used {
+        let free = self.free.rows();
+        let all: usize = self.chunks.iter().map(|c| c.ids.len()).sum();
+        if held != self.rows_held || held + free != all {
             return Err(format!(
-                "pages hold {held} rows (counted {}), {free} are free, {used} are used",
+                "pages hold {held} rows (counted {}), {free} are free, {all} exist",
                 self.rows_held
             ));
         }
@@ -281,66 +340,24 @@ impl PagePool {
     }
 
     fn take_block(&mut self, rows: usize) -> Block {
-        if let Some(block) = self.free_blocks.get_mut(rows).and_then(Vec::pop) {
+        if let Some(block) = self.free.take(rows as u32) {
             return block;
         }
-        if self
-            .chunks
-            .last()
-            .is_some_and(|c| c.ids.len() - c.used >= rows)
-        {
-            return self.bump(rows);
-        }
-        let longer = (rows + 1..self.free_blocks.len()).find(|&n| !self.free_blocks[n].is_empty());
-        if let Some(block) = longer.and_then(|n| self.free_blocks[n].pop()) {
-            self.put_block(Block {
-                start: block.start + rows as u32,
-                rows: block.rows - rows as u32,
-                ..block
-            });
-            return Block {
-                rows: rows as u32,
-                ..block
-            };
-        }
-        let total: usize = self.chunks.iter().map(|c| c.used).sum();
+        let total: usize = self.chunks.iter().map(|c| c.ids.len()).sum();
         self.add_chunk(rows.max(GROWTH_ROWS).max(total / 64));
-        self.bump(rows)
+        let block = self.free.take(rows as u32);
+        block.expect("the new chunk is long enough")
     }
 
-    /// The next rows of the last chunk.
-    fn bump(&mut self, rows: usize) -> Block {
-        let chunk = self.chunks.len() - 1;
-        let start = self.chunks[chunk].used;
-        self.chunks[chunk].used += rows;
-        Block {
-            chunk: chunk as u32,
-            start: start as u32,
-            rows: rows as u32,
-        }
-    }
-
-    fn put_block(&mut self, block: Block) {
-        let rows = block.rows as usize;
-        if self.free_blocks.len() <= rows {
-            self.free_blocks.resize_with(rows + 1, Vec::new);
-        }
-        self.free_blocks[rows].push(block);
-    }
-
-    /// A new last chunk; what was left of the one before becomes a free block.
     fn add_chunk(&mut self, rows: usize) {
-        if let Some(last) = self.chunks.last() {
-            let left = last.ids.len() - last.used;
-            if left > 0 {
-                let block = self.bump(left);
-                self.put_block(block);
-            }
-        }
+        self.free.put(Block {
+            chunk: self.chunks.len() as u32,
+            start: 0,
+            rows: rows as u32,
+        });
         self.chunks.push(Chunk {
             data: Buffer::zeros(self.dtype, rows * (self.key_dim + self.value_dim)),
             ids: vec![0; rows],
-            used: 0,
         });
     }
 }

@@ -9,7 +9,7 @@ use crate::order::Order;
 use crate::simd;
 use crate::tree::Tree;
 use crate::tree::node::Level;
-use crate::tree::search::{Frontier, Priority, descend, reach_leaves};
+use crate::tree::search::{Frontier, Priority, View, descend, reach_leaves};
 
 /// Nodes that stand for their tokens, with the weight of each for each query.
 #[derive(Debug, Default)]
@@ -145,7 +145,6 @@ impl Selection {
             queries,
             candidates: options.candidates(),
             open_fraction: options.open_fraction,
-            lowest: tree.levels.get(1),
         };
         descend(&tree.levels, 0, &mut mass, &mut frontier);
         self.key_rows += frontier.scored;
@@ -180,7 +179,12 @@ impl Selection {
         let dim = tree.pages.key_dim();
         self.leaves.clear();
         for query in queries.chunks_exact(dim) {
-            let found = reach_leaves(tree, query, options.field_of_view, &mut self.frontier);
+            let found = reach_leaves(
+                tree,
+                query,
+                View(&[options.field_of_view]),
+                &mut self.frontier,
+            );
             self.leaves.extend(found);
             self.key_rows += self.frontier.scored;
         }
@@ -371,9 +375,8 @@ struct GroupMass<'a> {
     selection: &'a mut Selection,
     queries: &'a [f32],
     candidates: usize,
+    /// Share of the lowest upper level to open; levels above it are opened whole.
     open_fraction: f32,
-    /// The lowest upper level; levels above it are opened whole.
-    lowest: Option<&'a Level>,
 }
 
 impl Priority for GroupMass<'_> {
@@ -427,11 +430,8 @@ impl Priority for GroupMass<'_> {
         }
     }
 
-    fn open(&mut self, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize {
-        if !self
-            .lowest
-            .is_some_and(|lowest| std::ptr::eq(lowest, level))
-        {
+    fn open(&mut self, depth: usize, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize {
+        if depth > 1 {
             return nodes.len();
         }
         let share = (self.open_fraction * nodes.len() as f32).ceil() as usize;

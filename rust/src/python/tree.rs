@@ -5,6 +5,7 @@ use super::errors::locked;
 use crate::config::TreeOptions;
 use crate::index::Index;
 use crate::rows::Dtype;
+use crate::tree::search::View;
 use numpy::{PyArray2, PyArrayMethods};
 use pyo3::exceptions::PyValueError;
 use pyo3::prelude::*;
@@ -49,7 +50,7 @@ impl PyIndex {
         py: Python<'_>,
         queries: &Bound<'_, PyAny>,
         dtype: &str,
-        field_of_view: usize,
+        field_of_view: Vec<usize>,
         exact: bool,
         ids: &Bound<'_, PyArray2<i64>>,
         scores: &Bound<'_, PyArray2<f32>>,
@@ -63,7 +64,7 @@ impl PyIndex {
         }
         let k = ids.len() / queries.len.max(1);
         let effort = locked(py, &self.0, |index| {
-            index.search(queries, k, field_of_view, exact, ids, scores)
+            index.search(queries, k, View(&field_of_view), exact, ids, scores)
         })?;
         Ok((effort.nodes_scored, effort.keys_scored))
     }

@@ -1,11 +1,11 @@
-//! Building a tree from a bulk of keys: promote, link, refine, split, lay out.
+//! Building a tree from a bulk of keys: promote, link, refine, regroup, split, lay out.
 //!
 //! No step scans all pairs: every link is found by a descent through the levels above it. All
 //! choices depend on the seed and the keys alone, never on the number of threads.
 
+use super::cluster::{Cloud, bisect};
 use super::node::Level;
 use super::search::{Frontier, Nearest};
-use super::split::bisect;
 use super::summary::Sums;
 use super::{LINK_FIELD_OF_VIEW, Tree};
 use crate::config::TreeOptions;
@@ -41,6 +41,12 @@ impl Tree {
         for _ in 0..options.refine_passes {
             draft.move_to_means();
             draft.link_all(limit);
+        }
+        if options.refine_passes > 0 {
+            draft.move_to_means();
+            for depth in (1..=draft.levels.len()).rev() {
+                draft.regroup(depth, options, limit);
+            }
         }
         draft.split_full_leaves(options.page_capacity);
         draft.move_to_means();
@@ -171,6 +177,52 @@ impl<'a> Draft<'a> {
                 }
             }
         }
+    }
+
+    /// The families of level `depth` deal their grandchildren out anew: other nodes below.
+    fn regroup(&mut self, depth: usize, options: &TreeOptions, limit: usize) {
+        let below = depth - 1;
+        let all = || (0..self.levels[below].len() as NodeId).collect();
+        let families = match self.levels.get(depth) {
+            Some(level) => level.children.clone(),
+            None => vec![all()],
+        };
+        let dim = self.keys.dim;
+        let (size, capacity) = Tree::family(options, below);
+        let mut dealt: Vec<Vec<Vec<u32>>> = vec![Vec::new(); families.len()];
+        threads::for_each_mut(limit, &mut dealt, |family, dealt| {
+            let (mut cloud, mut members) = (Cloud::default(), Vec::new());
+            let mut groups = Vec::new();
+            for &child in &families[family] {
+                let first = members.len() as u32;
+                for &member in &self.levels[below].children[child as usize] {
+                    let weight = match depth {
+                        1 => 1.0,
+                        _ => self.levels[below - 1].scalars[member as usize].count as f32,
+                    };
+                    let point = cloud.push(dim + 1, weight);
+                    point[dim] = self.coordinates(below, member as usize, &mut point[..dim]);
+                    members.push(member);
+                }
+                groups.push((first..members.len() as u32).collect());
+            }
+            cloud.regroup(&mut groups, members.len().div_ceil(size), capacity);
+            let full = groups.into_iter().filter(|group| !group.is_empty());
+            let named = |group: Vec<u32>| group.iter().map(|&i| members[i as usize]).collect();
+            *dealt = full.map(named).collect();
+        });
+        let mut level = Level::new(Dtype::F32, dim, 0);
+        for (family, groups) in dealt.into_iter().enumerate() {
+            let first = level.children.len() as NodeId;
+            level.children.extend(groups);
+            if let Some(above) = self.levels.get_mut(depth) {
+                above.children[family] = (first..level.children.len() as NodeId).collect();
+            }
+        }
+        let mut sums = Sums::new(dim, 0);
+        (0..level.children.len()).for_each(|_| sums.push_to(&mut level));
+        self.levels[below] = level;
+        (0..self.levels[below].len()).for_each(|node| self.recompute(below, node, &mut sums));
     }
 
     fn split_full_leaves(&mut self, capacity: usize) {

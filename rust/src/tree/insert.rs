@@ -1,12 +1,11 @@
 //! Growth: a token descends to its nearest leaf; full nodes split, up to a new root.
 
+use super::cluster::{Cloud, bisect};
 use super::node::Level;
 use super::search::{Frontier, Nearest};
-use super::split::bisect;
 use super::summary::Sums;
 use super::{LINK_FIELD_OF_VIEW, Tree};
-use crate::ids::{KeyId, NO_PARENT, NodeId};
-use crate::random::Random;
+use crate::ids::{KeyId, NO_PARENT, NodeId, PageId};
 use crate::rows::{Elements, make_room, to_f32};
 
 /// What an insertion works with; reused from one to the next.
@@ -15,6 +14,14 @@ pub struct Inserter {
     frontier: Frontier,
     point: Vec<f32>,
     sums: Sums,
+    /// Ancestors of the token just inserted, from its leaf up.
+    path: Vec<NodeId>,
+}
+
+/// What is right below a node.
+pub enum Members {
+    Page(PageId),
+    Nodes(Vec<NodeId>),
 }
 
 impl Inserter {
@@ -23,6 +30,7 @@ impl Inserter {
             frontier: Frontier::default(),
             point: vec![0.0; key_dim],
             sums: Sums::new(key_dim, value_dim),
+            path: Vec::new(),
         }
     }
 
@@ -38,8 +46,10 @@ impl Inserter {
 
         let page = &mut tree.levels[0].pages[leaf];
         *page = tree.pages.push(*page, key, value, id);
+        self.path.clear();
         let mut node = leaf;
         for depth in 0..tree.levels.len() {
+            self.path.push(node as NodeId);
             self.recompute(tree, depth, node);
             node = tree.levels[depth].scalars[node].parent as usize;
         }
@@ -47,10 +57,14 @@ impl Inserter {
         if tree.pages.len(tree.levels[0].pages[leaf]) > tree.options.page_capacity {
             self.split(tree, 0, leaf);
         }
+        self.path.push(NO_PARENT);
+        for depth in 1..self.path.len() {
+            self.regroup_if_due(tree, depth, self.path[depth]);
+        }
     }
 
     /// Splits a full node in two, and its ancestors where they are full by that.
-    fn split(&mut self, tree: &mut Tree, depth: usize, node: usize) {
+    pub fn split(&mut self, tree: &mut Tree, depth: usize, node: usize) {
         let sides = bisect(
             &tree.member_points(depth, node),
             tree.transform.mean().len() + 1,
@@ -61,34 +75,21 @@ impl Inserter {
                 .collect()
         };
         let new = tree.levels[depth].len();
-        self.sums.clear();
-        self.sums.push_to(&mut tree.levels[depth]);
-        let level = &mut tree.levels[depth];
-        let parent = level.scalars[node].parent;
-        level.scalars[new].parent = parent;
-        if depth == 0 {
-            let full = level.pages[node];
-            level.pages[node] = tree.pages.subset(full, &half(false));
-            make_room(&mut level.pages, 1);
-            level.pages.push(tree.pages.subset(full, &half(true)));
+        let parent = tree.levels[depth].scalars[node].parent;
+        let moved = if depth == 0 {
+            let full = tree.levels[0].pages[node];
+            tree.levels[0].pages[node] = tree.pages.subset(full, &half(false));
+            let moved = tree.pages.subset(full, &half(true));
             tree.pages.release(full);
+            Members::Page(moved)
         } else {
-            let members = std::mem::take(&mut level.children[node]);
-            let pick = |side| {
-                half(side)
-                    .iter()
-                    .map(|&i| members[i as usize])
-                    .collect::<Vec<_>>()
-            };
-            level.children[node] = pick(false);
-            let moved = pick(true);
-            for &child in &moved {
-                tree.levels[depth - 1].scalars[child as usize].parent = new as NodeId;
-            }
-            tree.levels[depth].children.push(moved);
-        }
+            let members = std::mem::take(&mut tree.levels[depth].children[node]);
+            let pick = |side| half(side).iter().map(|&i| members[i as usize]).collect();
+            tree.levels[depth].children[node] = pick(false);
+            Members::Nodes(pick(true))
+        };
         self.recompute(tree, depth, node);
-        self.recompute(tree, depth, new);
+        self.push_node(tree, depth, parent, moved);
 
         if parent == NO_PARENT {
             if tree.levels[depth].len() > 2 * Tree::top_target(&tree.options) {
@@ -103,55 +104,41 @@ impl Inserter {
         }
     }
 
-    /// Puts a level above the top: random nodes of it seed the new ones, then two passes of means.
-    fn add_root(&mut self, tree: &mut Tree) {
+    /// Puts a level above the top.
+    pub fn add_root(&mut self, tree: &mut Tree) {
         let depth = tree.levels.len();
-        let top = &tree.levels[depth - 1];
-        let (n, dim) = (top.len(), tree.transform.mean().len());
-        let count = n.div_ceil(tree.options.fanout);
-        let points: Vec<Vec<f32>> = (0..n).map(|i| top.coordinates(i)).collect();
-        let mut random = Random::new(tree.options.seed, tree.stream ^ tree.len as u64);
-        let seeds = random.sample(n, count);
-        let mut centres: Vec<Vec<f32>> =
-            seeds.iter().map(|&i| points[i as usize].clone()).collect();
-        let mut groups = group(&points, &centres);
-        for _ in 0..2 {
-            for (centre, members) in centres.iter_mut().zip(&groups) {
-                if !members.is_empty() {
-                    centre.fill(0.0);
-                    let share = 1.0 / members.len() as f32;
-                    for &m in members {
-                        let point = &points[m as usize];
-                        centre
-                            .iter_mut()
-                            .zip(point)
-                            .for_each(|(c, x)| *c += share * x);
-                    }
-                }
-            }
-            groups = group(&points, &centres);
-        }
-        let mut level = Level::new(tree.options.summary_dtype, dim, tree.pages.value_dim());
+        let (n, dim) = (tree.levels[depth - 1].len(), tree.transform.mean().len());
+        let mut cloud = Cloud::default();
+        (0..n).for_each(|node| tree.add_node_to(&mut cloud, depth - 1, node));
+        let mut groups = vec![(0..n as NodeId).collect::<Vec<_>>()];
+        let target = n.div_ceil(tree.options.fanout);
+        cloud.regroup(&mut groups, target, Tree::child_capacity(&tree.options));
+        let dtype = tree.options.summary_dtype;
+        tree.levels
+            .push(Level::new(dtype, dim, tree.pages.value_dim()));
         for members in groups.into_iter().filter(|members| !members.is_empty()) {
-            self.sums.clear();
-            self.sums.push_to(&mut level);
-            level.children.push(members);
+            self.push_node(tree, depth, NO_PARENT, Members::Nodes(members));
         }
-        tree.levels.push(level);
-        for node in 0..tree.levels[depth].len() {
-            for child in tree.levels[depth].children[node].clone() {
-                tree.levels[depth - 1].scalars[child as usize].parent = node as NodeId;
+    }
+
+    /// Adds a node to a level, and links its members to it. The parent's list is the caller's.
+    pub fn push_node(&mut self, tree: &mut Tree, depth: usize, parent: NodeId, members: Members) {
+        let node = tree.levels[depth].len();
+        self.sums.clear();
+        self.sums.push_to(&mut tree.levels[depth]);
+        let level = &mut tree.levels[depth];
+        level.scalars[node].parent = parent;
+        match members {
+            Members::Page(page) => {
+                make_room(&mut level.pages, 1);
+                level.pages.push(page);
             }
-            self.recompute(tree, depth, node);
+            Members::Nodes(children) => {
+                level.children.push(Vec::new());
+                tree.adopt(depth, node, children);
+            }
         }
-        let capacity = Tree::child_capacity(&tree.options);
-        let full = |tree: &Tree| {
-            let children = &tree.levels[depth].children;
-            children.iter().position(|members| members.len() > capacity)
-        };
-        while let Some(node) = full(tree) {
-            self.split(tree, depth, node);
-        }
+        self.recompute(tree, depth, node);
     }
 
     /// Brings a node's summary up to date with its page or children.
@@ -172,50 +159,39 @@ impl Inserter {
 impl Tree {
     /// Centred, lifted vectors of a node's tokens (leaf) or children, [n, key_dim + 1].
     fn member_points(&self, depth: usize, node: usize) -> Vec<f32> {
-        let level = &self.levels[depth];
+        let mut cloud = Cloud::default();
+        self.add_members_to(&mut cloud, depth, node);
+        cloud.points
+    }
+
+    /// Adds the tokens (leaf) or children of a node, centred and lifted.
+    pub fn add_members_to(&self, cloud: &mut Cloud, depth: usize, node: usize) {
         if depth > 0 {
-            let children = level.children[node].iter();
-            return children
-                .flat_map(|&c| self.levels[depth - 1].coordinates(c as usize))
-                .collect();
+            let children = self.levels[depth].children[node].iter();
+            return children.for_each(|&c| self.add_node_to(cloud, depth - 1, c as usize));
         }
-        let keys = self.pages.keys(level.pages[node]);
-        let width = keys.dim + 1;
-        let mut points = vec![0.0; keys.len * width];
-        for (i, point) in points.chunks_exact_mut(width).enumerate() {
-            let squared = self.transform.centre(keys.row(i), &mut point[..width - 1]);
-            point[width - 1] = self.transform.lift(squared);
+        let keys = self.pages.keys(self.levels[0].pages[node]);
+        for i in 0..keys.len {
+            let point = cloud.push(keys.dim + 1, 1.0);
+            let squared = self.transform.centre(keys.row(i), &mut point[..keys.dim]);
+            point[keys.dim] = self.transform.lift(squared);
         }
-        points
     }
-}
 
-impl Level {
-    /// Mean key and mean lift of a node, [key_dim + 1].
-    fn coordinates(&self, node: usize) -> Vec<f32> {
-        let mut point = vec![0.0; self.keys.dim() + 1];
-        let (key, lift) = point.split_at_mut(self.keys.dim());
-        to_f32(self.keys.row(node), key);
-        lift[0] = self.scalars[node].lift;
-        point
+    /// Adds the mean of a node, weighing as much as its tokens.
+    fn add_node_to(&self, cloud: &mut Cloud, depth: usize, node: usize) {
+        let level = &self.levels[depth];
+        let (dim, scalars) = (level.keys.dim(), &level.scalars[node]);
+        let point = cloud.push(dim + 1, scalars.count as f32);
+        to_f32(level.keys.row(node), &mut point[..dim]);
+        point[dim] = scalars.lift;
     }
-}
 
-/// Members of each centre: the points nearest to it.
-fn group(points: &[Vec<f32>], centres: &[Vec<f32>]) -> Vec<Vec<u32>> {
-    let mut groups = vec![Vec::new(); centres.len()];
-    for (i, point) in points.iter().enumerate() {
-        let distance = |centre: &[f32]| -> f32 {
-            point
-                .iter()
-                .zip(centre)
-                .map(|(x, c)| (x - c) * (x - c))
-                .sum()
-        };
-        let nearest = (0..centres.len())
-            .min_by(|&a, &b| distance(&centres[a]).total_cmp(&distance(&centres[b])))
-            .expect("at least one centre");
-        groups[nearest].push(i as u32);
+    /// Makes `children` the children of a node.
+    pub fn adopt(&mut self, depth: usize, node: usize, children: Vec<NodeId>) {
+        for &child in &children {
+            self.levels[depth - 1].scalars[child as usize].parent = node as NodeId;
+        }
+        self.levels[depth].children[node] = children;
     }
-    groups
 }

@@ -1,15 +1,17 @@
 //! The DCI-tree of one KV head: levels of nodes over pages of tokens.
 //!
 //! build: promotion, links, refinement, splits. search: the one descent. insert: growth, splits up
-//! to a new root. check: every invariant. The paper's section 3.2; DESIGN's sections 2 and 3.
+//! to a new root. regroup: upkeep of what grew. remove: crops. check: every invariant. The paper's
+//! section 3.2.
 
 pub mod build;
 pub mod check;
+pub mod cluster;
 pub mod insert;
 pub mod node;
+pub mod regroup;
 pub mod remove;
 pub mod search;
-pub mod split;
 pub mod summary;
 
 use crate::config::TreeOptions;
@@ -43,6 +45,14 @@ impl Tree {
     /// Most children of an upper node.
     pub fn child_capacity(options: &TreeOptions) -> usize {
         2 * options.fanout
+    }
+
+    /// Target mean, and the most, of the tokens or children of a node of a level.
+    pub fn family(options: &TreeOptions, depth: usize) -> (usize, usize) {
+        match depth {
+            0 => (options.page_size, options.page_capacity),
+            _ => (options.fanout, Self::child_capacity(options)),
+        }
     }
 
     pub fn leaves(&self) -> &Level {

@@ -2,7 +2,8 @@
 
 use super::Tree;
 use super::insert::Inserter;
-use crate::ids::{KeyId, NodeId};
+use super::node::Level;
+use crate::ids::{KeyId, NO_PARENT, NodeId};
 use crate::rows::RowStore;
 
 impl Tree {
@@ -72,12 +73,20 @@ impl Tree {
                 }
             }
         }
+        // Families that have shrunk close up.
+        for depth in 1..=self.levels.len() {
+            let nodes = self.levels.get(depth).map_or(0, Level::len);
+            for node in 0..nodes {
+                inserter.regroup_if_sparse(self, depth, node as NodeId);
+            }
+        }
+        inserter.regroup_if_sparse(self, self.levels.len(), NO_PARENT);
         // A top of one node says nothing: its children become the top.
         while self.levels.len() > 1 && self.levels[self.levels.len() - 1].len() == 1 {
             self.levels.pop();
             let top = self.levels.len() - 1;
             for scalars in &mut self.levels[top].scalars {
-                scalars.parent = crate::ids::NO_PARENT;
+                scalars.parent = NO_PARENT;
             }
         }
         true
@@ -85,43 +94,45 @@ impl Tree {
 
     /// Closes the gaps of nodes without tokens, and renumbers what points at the others.
     fn drop_empty(&mut self, depth: usize) {
-        let mut node = 0;
-        while node < self.levels[depth].len() {
-            if self.levels[depth].scalars[node].count > 0 {
-                node += 1;
-                continue;
+        for node in (0..self.levels[depth].len()).rev() {
+            if self.levels[depth].scalars[node].count == 0 {
+                self.drop_node(depth, node);
             }
-            let last = self.levels[depth].len() - 1;
-            let parent = self.levels[depth].scalars[node].parent;
-            let level = &mut self.levels[depth];
-            level.keys.swap_remove(node);
-            level.values.swap_remove(node);
-            level.scalars.swap_remove(node);
-            if depth == 0 {
-                level.pages.swap_remove(node);
-            } else {
-                level.children.swap_remove(node);
-            }
-            if let Some(above) = self.levels.get_mut(depth + 1) {
-                above.children[parent as usize].retain(|&child| child as usize != node);
-            }
-            if node == last {
-                continue;
-            }
-            // The last node took this place.
-            let parent = self.levels[depth].scalars[node].parent;
-            if let Some(above) = self.levels.get_mut(depth + 1) {
-                for child in &mut above.children[parent as usize] {
-                    if *child as usize == last {
-                        *child = node as NodeId;
-                    }
+        }
+    }
+
+    /// Takes a node out of its level; the last node of the level gets its number. Its page or
+    /// children are the caller's.
+    pub fn drop_node(&mut self, depth: usize, node: usize) {
+        let last = self.levels[depth].len() - 1;
+        let parent = self.levels[depth].scalars[node].parent;
+        let level = &mut self.levels[depth];
+        level.keys.swap_remove(node);
+        level.values.swap_remove(node);
+        level.scalars.swap_remove(node);
+        if depth == 0 {
+            level.pages.swap_remove(node);
+        } else {
+            level.children.swap_remove(node);
+        }
+        if let Some(above) = self.levels.get_mut(depth + 1) {
+            above.children[parent as usize].retain(|&child| child as usize != node);
+        }
+        if node == last {
+            return;
+        }
+        let parent = self.levels[depth].scalars[node].parent;
+        if let Some(above) = self.levels.get_mut(depth + 1) {
+            for child in &mut above.children[parent as usize] {
+                if *child as usize == last {
+                    *child = node as NodeId;
                 }
             }
-            if depth > 0 {
-                let (below, from) = self.levels.split_at_mut(depth);
-                for &child in &from[0].children[node] {
-                    below[depth - 1].scalars[child as usize].parent = node as NodeId;
-                }
+        }
+        if depth > 0 {
+            let (below, from) = self.levels.split_at_mut(depth);
+            for &child in &from[0].children[node] {
+                below[depth - 1].scalars[child as usize].parent = node as NodeId;
             }
         }
     }

@@ -15,11 +15,22 @@ pub trait Priority {
     /// Replaces `out` by a score for each of `nodes`; higher is opened first.
     fn score(&mut self, level: &Level, nodes: &[NodeId], out: &mut Vec<f32>);
 
-    /// How many of the nodes just scored to open. `order` ranks them.
-    fn open(&mut self, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize;
+    /// How many of the nodes just scored, of level `depth`, to open. `order` ranks them.
+    fn open(&mut self, depth: usize, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize;
 
     /// Told which of the nodes just scored stay closed, as places in `nodes`.
     fn close(&mut self, _depth: usize, _nodes: &[NodeId], _places: &[u32]) {}
+}
+
+/// Nodes opened per level, from the leaves up; the last number holds for all levels above. Never
+/// empty.
+#[derive(Debug, Clone, Copy)]
+pub struct View<'a>(pub &'a [usize]);
+
+impl View<'_> {
+    pub fn at(self, depth: usize) -> usize {
+        self.0[depth.min(self.0.len() - 1)]
+    }
 }
 
 /// The frontier of a descent; reused from one to the next.
@@ -61,7 +72,7 @@ pub fn descend<P: Priority>(
             return;
         }
         frontier.order.rank(&frontier.scores);
-        let opened = priority.open(level, &frontier.nodes, &mut frontier.order);
+        let opened = priority.open(depth, level, &frontier.nodes, &mut frontier.order);
         frontier.order.partition(opened, &mut frontier.places);
         let (open, closed) = frontier.places.split_at(opened.min(frontier.nodes.len()));
         priority.close(depth, &frontier.nodes, closed);
@@ -96,7 +107,7 @@ impl Priority for Nearest<'_> {
         }
     }
 
-    fn open(&mut self, _level: &Level, _nodes: &[NodeId], _order: &mut Order) -> usize {
+    fn open(&mut self, _: usize, _: &Level, _: &[NodeId], _: &mut Order) -> usize {
         self.field_of_view
     }
 }
@@ -115,34 +126,52 @@ impl Nearest<'_> {
     }
 }
 
+/// How many standard deviations above its mean a node counts for when a search ranks it. Keys do not
+/// spread alike in all directions, hence more than one; 2 to 4 find about the same.
+const REACH_WEIGHT: f32 = 3.0;
+
+/// Ranks nodes by the largest inner product that one of their keys may have with a query: that of
+/// their mean, raised by their spread.
+struct Reach<'a> {
+    query: &'a [f32],
+    /// Raise per unit of key radius.
+    deviation: f32,
+    view: View<'a>,
+}
+
+impl Priority for Reach<'_> {
+    fn score(&mut self, level: &Level, nodes: &[NodeId], out: &mut Vec<f32>) {
+        out.resize(nodes.len(), 0.0);
+        simd::dots(self.query, level.keys.rows(), Some(nodes), out, nodes.len());
+        for (score, &node) in out.iter_mut().zip(nodes) {
+            *score += self.deviation * level.scalars[node as usize].key_radius;
+        }
+    }
+
+    fn open(&mut self, depth: usize, _: &Level, _: &[NodeId], _: &mut Order) -> usize {
+        self.view.at(depth)
+    }
+}
+
 /// Leaves that an M-DCI search with this field of view reaches, best first.
-///
-/// The query is scaled to the radius of the sphere: that changes no ranking among points on the
-/// sphere, and weighs means inside it as the paper's distance does.
 pub fn reach_leaves(
     tree: &Tree,
     query: &[f32],
-    field_of_view: usize,
+    view: View<'_>,
     frontier: &mut Frontier,
 ) -> Vec<NodeId> {
     let norm = query.iter().map(|x| x * x).sum::<f32>().sqrt();
-    let scale = if norm > 0.0 {
-        tree.transform.radius() / norm
-    } else {
-        0.0
+    let mut reach = Reach {
+        query,
+        deviation: REACH_WEIGHT * norm / (query.len() as f32).sqrt(),
+        view,
     };
-    let scaled: Vec<f32> = query.iter().map(|x| x * scale).collect();
-    let mut nearest = Nearest {
-        point: &scaled,
-        lift: 0.0,
-        field_of_view,
-    };
-    descend(&tree.levels, 0, &mut nearest, frontier);
+    descend(&tree.levels, 0, &mut reach, frontier);
     frontier.order.rank(&frontier.scores);
     let nodes = &frontier.nodes;
     frontier
         .order
-        .best(field_of_view)
+        .best(view.at(0))
         .map(|place| nodes[place])
         .collect()
 }
@@ -152,11 +181,11 @@ pub fn reach_leaves(
 pub fn search(
     tree: &Tree,
     query: &[f32],
-    field_of_view: usize,
+    view: View<'_>,
     best: &mut Best,
     frontier: &mut Frontier,
 ) -> usize {
-    for leaf in reach_leaves(tree, query, field_of_view, frontier) {
+    for leaf in reach_leaves(tree, query, view, frontier) {
         let page = tree.levels[0].pages[leaf as usize];
         best.add(query, tree.pages.keys(page), tree.pages.ids(page));
     }

@@ -19,10 +19,10 @@ RUST = """
     rows error ids config
     threads random
     simd/scalar simd/avx2 simd/avx512 simd/neon simd/mod
-    transform project
+    transform
     order
     pages
-    tree/node tree/summary tree/cluster tree/mod
+    tree/node tree/summary tree/cluster tree/project tree/mod
     tree/search tree/build tree/insert tree/regroup tree/remove tree/check
     exact
     index

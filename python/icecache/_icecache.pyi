@@ -66,6 +66,7 @@ class Index:
         page_capacity: int,
         fanout: int,
         refine_passes: int,
+        scan_below: int,
         summary_dtype: str,
         seed: int,
         num_threads: int,

@@ -31,7 +31,11 @@ class DciTree:
         page_size: target mean of keys per page, a leaf.
         page_capacity: most keys of a page; None means twice `page_size`.
         fanout: target mean of children per node.
-        refine_passes: times that a build moves nodes to their means and links anew.
+        refine_passes: times that a build moves nodes to their means and links anew; from 1 on it
+            also regroups every family.
+        scan_below: children up to which all of a node's are scored. Those of a larger family (a
+            node has up to twice `fanout` children, the top eight times) are visited in the order
+            of their random projections, Prioritized DCI, until an eighth is scored.
         summary_dtype: type of the stored means: "f32", "f16" or "bf16".
         num_threads: threads of one call; None means all that the process may use.
     """
@@ -45,6 +49,7 @@ class DciTree:
         page_capacity: int | None = None,
         fanout: int = 12,
         refine_passes: int = 2,
+        scan_below: int = 16384,
         summary_dtype: str = "f16",
         num_threads: int | None = None,
     ) -> None:
@@ -58,6 +63,7 @@ class DciTree:
             else require_int("page_capacity", page_capacity, page_size),
             require_int("fanout", fanout, 2),
             require_int("refine_passes", refine_passes, 0),
+            require_int("scan_below", scan_below, 1),
             summary_dtype,
             require_int("seed", seed, 0),
             0 if num_threads is None else require_int("num_threads", num_threads, 1),

@@ -24,6 +24,10 @@ pub enum Tail {
 /// A crop of so many tokens stays inside the window.
 const LEAST_WINDOW: usize = 32;
 
+/// Measured: below this, scoring every child is faster than walking along projections to nine in
+/// ten of the nearest (dim 64: 28 against 54 us at 2,048 children, 306 against 443 us at 16,384).
+const SCAN_BELOW: usize = 16_384;
+
 /// Scoring fewer keys than this saves less than it loses.
 const LEAST_CANDIDATES: usize = 256;
 
@@ -34,6 +38,9 @@ pub struct TreeOptions {
     pub page_capacity: usize,
     pub fanout: usize,
     pub refine_passes: usize,
+    /// Children up to which a node's are all scored; those of a larger family are visited in the
+    /// order of their projections.
+    pub scan_below: usize,
     pub summary_dtype: Dtype,
     pub seed: u64,
 }
@@ -62,6 +69,7 @@ impl Default for TreeOptions {
             page_capacity: 12,
             fanout: 12,
             refine_passes: 2,
+            scan_below: SCAN_BELOW,
             summary_dtype: Dtype::F16,
             seed: 0,
         }

@@ -181,6 +181,7 @@ impl Head {
                     let (key, value) = (self.window_keys.row(i), self.window_values.row(i));
                     inserter.insert(tree, key, value, (first + i) as KeyId);
                 }
+                tree.refresh_crowds();
             }
             tree => {
                 let mut ids: Vec<KeyId> = (first as KeyId..(first + count) as KeyId).collect();

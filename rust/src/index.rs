@@ -106,6 +106,7 @@ impl Index {
                         (first + i) as KeyId,
                     );
                 }
+                tree.refresh_crowds();
             }
             tree => {
                 let mut all = match tree {
@@ -235,10 +236,11 @@ mod tests {
         fn batches_keep_every_invariant(
             seed in any::<u64>(), dim in 1usize..20, batches in prop::collection::vec(1usize..400, 1..8),
             page_size in 1usize..9, fanout in 2usize..9, passes in 0usize..3, twins in any::<bool>(),
+            scan_below in prop::sample::select(vec![1usize, 5, 30, 1 << 14]),
         ) {
             let mut random = Random::new(seed, 0);
             let options = TreeOptions {
-                page_size, page_capacity: 2 * page_size, fanout, refine_passes: passes, ..TreeOptions::default()
+                page_size, page_capacity: 2 * page_size, fanout, refine_passes: passes, scan_below, ..TreeOptions::default()
             };
             let mut index = Index::new(dim, options, 2).unwrap();
             let mut all = Vec::new();

@@ -276,6 +276,7 @@ fn options(config: Any<'_, '_>) -> PyResult<Options> {
             refine_passes: count("refine_passes")?,
             summary_dtype: super::arrays::dtype_named(&text("summary_dtype")?)?,
             seed: config.getattr("seed")?.extract()?,
+            ..TreeOptions::default()
         },
     })
 }

@@ -23,6 +23,7 @@ impl PyIndex {
         page_capacity: usize,
         fanout: usize,
         refine_passes: usize,
+        scan_below: usize,
         summary_dtype: &str,
         seed: u64,
         num_threads: usize,
@@ -32,6 +33,7 @@ impl PyIndex {
             page_capacity,
             fanout,
             refine_passes,
+            scan_below,
             summary_dtype: dtype_named(summary_dtype)?,
             seed,
         };

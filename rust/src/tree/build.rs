@@ -5,6 +5,7 @@
 
 use super::cluster::{Cloud, bisect};
 use super::node::Level;
+use super::project::Crowds;
 use super::search::{Frontier, Nearest};
 use super::summary::Sums;
 use super::{LINK_FIELD_OF_VIEW, Tree};
@@ -51,7 +52,13 @@ impl Tree {
         draft.split_full_leaves(options.page_capacity);
         draft.move_to_means();
         draft.split_full_nodes(Tree::child_capacity(options));
-        draft.lay_out(tokens, options, stream)
+        let mut tree = draft.lay_out(tokens, options, stream);
+        if 2 * Tree::top_target(options) > options.scan_below {
+            let width = tokens.keys.dim + 1;
+            tree.crowds = Some(Box::new(Crowds::new(width, options.seed, stream)));
+            tree.refresh_crowds();
+        }
+        tree
     }
 }
 
@@ -133,11 +140,7 @@ impl<'a> Draft<'a> {
         let mut point = vec![0.0; self.keys.dim];
         for (i, parent) in parents.iter_mut().enumerate() {
             let lift = self.coordinates(depth, first + i, &mut point);
-            let mut nearest = Nearest {
-                point: &point,
-                lift,
-                field_of_view: LINK_FIELD_OF_VIEW,
-            };
+            let mut nearest = Nearest::new(&point, lift, LINK_FIELD_OF_VIEW, None);
             *parent = nearest.find(&self.levels, depth, &mut frontier);
         }
     }
@@ -366,6 +369,7 @@ impl<'a> Draft<'a> {
             pages,
             levels,
             len: tokens.keys.len,
+            crowds: None,
         }
     }
 }

@@ -1,15 +1,17 @@
 //! Every invariant of a tree, verified from scratch. Slow; for tests and `check()`.
 
 use super::Tree;
+use super::project::Crowd;
 use super::summary::Sums;
 use crate::error::{Error, Result};
-use crate::ids::NO_PARENT;
+use crate::ids::{NO_PARENT, NodeId};
 use crate::rows::{Dtype, to_f32};
 use std::collections::HashSet;
 
 impl Tree {
     pub fn check(&self) -> Result<()> {
         self.check_links()
+            .and_then(|()| self.check_crowds())
             .and_then(|()| self.check_pages())
             .and_then(|()| self.check_summaries())
             .map_err(Error::Invariant)
@@ -55,6 +57,28 @@ impl Tree {
             }
             if let Some(orphan) = seen.iter().position(|&seen| !seen) {
                 return Err(format!("level {depth}: node {orphan} has no parent"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Large families are sorted whole, or not at all.
+    fn check_crowds(&self) -> std::result::Result<(), String> {
+        let Some(crowds) = self.crowds.as_ref().filter(|crowds| !crowds.is_empty()) else {
+            return Ok(());
+        };
+        for depth in 1..=self.levels.len() {
+            let families: Vec<(NodeId, usize)> = match self.levels.get(depth) {
+                None => vec![(NO_PARENT, self.levels[depth - 1].len())],
+                Some(level) => (0..).zip(level.children.iter().map(Vec::len)).collect(),
+            };
+            for (node, count) in families {
+                let sorted = crowds.get(depth, node).map(Crowd::len);
+                if sorted != (count > self.options.scan_below).then_some(count) {
+                    return Err(format!(
+                        "level {depth}: node {node} has {count} children, {sorted:?} sorted"
+                    ));
+                }
             }
         }
         Ok(())

@@ -34,14 +34,12 @@ impl Inserter {
         }
     }
 
-    /// Adds one token. Its id must not be in the tree.
+    /// Adds one token. Its id must not be in the tree. After the last, [`Tree::refresh_crowds`].
     pub fn insert(&mut self, tree: &mut Tree, key: Elements<'_>, value: Elements<'_>, id: KeyId) {
         let squared = tree.transform.centre(key, &mut self.point);
-        let mut nearest = Nearest {
-            point: &self.point,
-            lift: tree.transform.lift(squared),
-            field_of_view: LINK_FIELD_OF_VIEW,
-        };
+        let lift = tree.transform.lift(squared);
+        let crowds = tree.crowds.as_deref();
+        let mut nearest = Nearest::new(&self.point, lift, LINK_FIELD_OF_VIEW, crowds);
         let leaf = nearest.find(&tree.levels, 0, &mut self.frontier) as usize;
 
         let page = &mut tree.levels[0].pages[leaf];
@@ -123,6 +121,7 @@ impl Inserter {
 
     /// Adds a node to a level, and links its members to it. The parent's list is the caller's.
     pub fn push_node(&mut self, tree: &mut Tree, depth: usize, parent: NodeId, members: Members) {
+        tree.forget_crowds();
         let node = tree.levels[depth].len();
         self.sums.clear();
         self.sums.push_to(&mut tree.levels[depth]);
@@ -189,6 +188,7 @@ impl Tree {
 
     /// Makes `children` the children of a node.
     pub fn adopt(&mut self, depth: usize, node: usize, children: Vec<NodeId>) {
+        self.forget_crowds();
         for &child in &children {
             self.levels[depth - 1].scalars[child as usize].parent = node as NodeId;
         }

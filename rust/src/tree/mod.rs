@@ -9,6 +9,7 @@ pub mod check;
 pub mod cluster;
 pub mod insert;
 pub mod node;
+pub mod project;
 pub mod regroup;
 pub mod remove;
 pub mod search;
@@ -18,6 +19,7 @@ use crate::config::TreeOptions;
 use crate::pages::PagePool;
 use crate::transform::Transform;
 use node::Level;
+use project::Crowds;
 
 /// Nodes opened at each level when a point looks for its parent.
 pub const LINK_FIELD_OF_VIEW: usize = 4;
@@ -34,6 +36,8 @@ pub struct Tree {
     pub levels: Vec<Level>,
     /// Tokens held.
     pub len: usize,
+    /// Only where options make families so large that scoring all of one is too much.
+    pub crowds: Option<Box<Crowds>>,
 }
 
 impl Tree {
@@ -55,6 +59,20 @@ impl Tree {
         }
     }
 
+    /// Sorts large families again, after the last change of a call.
+    pub fn refresh_crowds(&mut self) {
+        if let Some(crowds) = &mut self.crowds {
+            crowds.refresh(&self.levels, self.options.scan_below);
+        }
+    }
+
+    /// To be called by whatever changes who is whose child, or the number of a node.
+    pub fn forget_crowds(&mut self) {
+        if let Some(crowds) = &mut self.crowds {
+            crowds.forget();
+        }
+    }
+
     pub fn leaves(&self) -> &Level {
         &self.levels[0]
     }
@@ -70,5 +88,6 @@ impl Tree {
             + self.transform.bytes()
             + self.pages.bytes()
             + self.levels.iter().map(Level::bytes).sum::<usize>()
+            + self.crowds.as_ref().map_or(0, |crowds| crowds.bytes())
     }
 }

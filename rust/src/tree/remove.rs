@@ -88,7 +88,9 @@ impl Tree {
             for scalars in &mut self.levels[top].scalars {
                 scalars.parent = NO_PARENT;
             }
+            self.forget_crowds();
         }
+        self.refresh_crowds();
         true
     }
 
@@ -104,6 +106,7 @@ impl Tree {
     /// Takes a node out of its level; the last node of the level gets its number. Its page or
     /// children are the caller's.
     pub fn drop_node(&mut self, depth: usize, node: usize) {
+        self.forget_crowds();
         let last = self.levels[depth].len() - 1;
         let parent = self.levels[depth].scalars[node].parent;
         let level = &mut self.levels[depth];

@@ -6,7 +6,8 @@
 
 use super::Tree;
 use super::node::Level;
-use crate::ids::NodeId;
+use super::project::{Crowds, DIRECTIONS, Walk};
+use crate::ids::{NO_PARENT, NodeId};
 use crate::order::{Best, Order};
 use crate::simd;
 
@@ -17,6 +18,11 @@ pub trait Priority {
 
     /// How many of the nodes just scored, of level `depth`, to open. `order` ranks them.
     fn open(&mut self, depth: usize, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize;
+
+    /// Adds the children of an opened node, of level `depth`, that are worth scoring: all of them.
+    fn expand(&mut self, _: usize, _: NodeId, children: &[NodeId], next: &mut Vec<NodeId>) {
+        next.extend_from_slice(children);
+    }
 
     /// Told which of the nodes just scored stay closed, as places in `nodes`.
     fn close(&mut self, _depth: usize, _nodes: &[NodeId], _places: &[u32]) {}
@@ -56,9 +62,10 @@ pub fn descend<P: Priority>(
 ) {
     frontier.scored = 0;
     frontier.nodes.clear();
-    frontier
-        .nodes
-        .extend(0..levels[levels.len() - 1].len() as NodeId);
+    frontier.next.clear();
+    let top = levels.len();
+    frontier.next.extend(0..levels[top - 1].len() as NodeId);
+    priority.expand(top, NO_PARENT, &frontier.next, &mut frontier.nodes);
     for depth in (stop..levels.len()).rev() {
         let level = &levels[depth];
         if depth > stop {
@@ -78,8 +85,9 @@ pub fn descend<P: Priority>(
         priority.close(depth, &frontier.nodes, closed);
         frontier.next.clear();
         for &place in open {
-            let node = frontier.nodes[place as usize] as usize;
-            frontier.next.extend_from_slice(&level.children[node]);
+            let node = frontier.nodes[place as usize];
+            let children = &level.children[node as usize];
+            priority.expand(depth, node, children, &mut frontier.next);
         }
         std::mem::swap(&mut frontier.nodes, &mut frontier.next);
     }
@@ -89,12 +97,13 @@ pub fn descend<P: Priority>(
 /// constant of the point. For links, insertion and M-DCI search.
 #[derive(Debug)]
 pub struct Nearest<'a> {
-    /// Centred key, or a query scaled to norm M, [key_dim].
-    pub point: &'a [f32],
-    /// Its extra coordinate; 0 for a query.
-    pub lift: f32,
+    /// Centred key, [key_dim].
+    point: &'a [f32],
+    /// Its extra coordinate.
+    lift: f32,
     /// Nodes opened at each level.
-    pub field_of_view: usize,
+    field_of_view: usize,
+    order: Prioritized<'a>,
 }
 
 impl Priority for Nearest<'_> {
@@ -110,9 +119,28 @@ impl Priority for Nearest<'_> {
     fn open(&mut self, _: usize, _: &Level, _: &[NodeId], _: &mut Order) -> usize {
         self.field_of_view
     }
+
+    fn expand(&mut self, depth: usize, node: NodeId, children: &[NodeId], next: &mut Vec<NodeId>) {
+        self.order
+            .expand(depth, node, children, self.field_of_view, next);
+    }
 }
 
-impl Nearest<'_> {
+impl<'a> Nearest<'a> {
+    pub fn new(
+        point: &'a [f32],
+        lift: f32,
+        field_of_view: usize,
+        crowds: Option<&'a Crowds>,
+    ) -> Self {
+        Self {
+            point,
+            lift,
+            field_of_view,
+            order: Prioritized::new(crowds, point, lift),
+        }
+    }
+
     /// The nearest reached node of level `stop`.
     pub fn find(&mut self, levels: &[Level], stop: usize, frontier: &mut Frontier) -> NodeId {
         descend(levels, stop, self, frontier);
@@ -123,6 +151,44 @@ impl Nearest<'_> {
             }
         }
         frontier.nodes[best]
+    }
+}
+
+/// Of a large family, which children to score: an eighth, and some for each node to be opened.
+#[derive(Debug)]
+struct Prioritized<'a> {
+    crowds: Option<&'a Crowds>,
+    projections: [f32; DIRECTIONS],
+    walk: Walk,
+}
+
+impl<'a> Prioritized<'a> {
+    fn new(crowds: Option<&'a Crowds>, point: &[f32], lift: f32) -> Self {
+        let crowds = crowds.filter(|crowds| !crowds.is_empty());
+        Self {
+            crowds,
+            projections: crowds.map_or([0.0; DIRECTIONS], |c| c.project(point, lift)),
+            walk: Walk::default(),
+        }
+    }
+
+    fn expand(
+        &mut self,
+        depth: usize,
+        node: NodeId,
+        children: &[NodeId],
+        field_of_view: usize,
+        next: &mut Vec<NodeId>,
+    ) {
+        match self.crowds.and_then(|crowds| crowds.get(depth, node)) {
+            None => next.extend_from_slice(children),
+            Some(crowd) => {
+                let wanted = (children.len() / 8).max(field_of_view.saturating_mul(4));
+                crowd.visit(&self.projections, wanted, &mut self.walk, |place| {
+                    next.push(children[place]);
+                });
+            }
+        }
     }
 }
 
@@ -137,6 +203,7 @@ struct Reach<'a> {
     /// Raise per unit of key radius.
     deviation: f32,
     view: View<'a>,
+    order: Prioritized<'a>,
 }
 
 impl Priority for Reach<'_> {
@@ -151,6 +218,12 @@ impl Priority for Reach<'_> {
     fn open(&mut self, depth: usize, _: &Level, _: &[NodeId], _: &mut Order) -> usize {
         self.view.at(depth)
     }
+
+    fn expand(&mut self, depth: usize, node: NodeId, children: &[NodeId], next: &mut Vec<NodeId>) {
+        let field_of_view = self.view.at(depth - 1);
+        self.order
+            .expand(depth, node, children, field_of_view, next);
+    }
 }
 
 /// Leaves that an M-DCI search with this field of view reaches, best first.
@@ -161,10 +234,14 @@ pub fn reach_leaves(
     frontier: &mut Frontier,
 ) -> Vec<NodeId> {
     let norm = query.iter().map(|x| x * x).sum::<f32>().sqrt();
+    // On the sphere of the keys: the nearest to this point have the largest inner product.
+    let scale = tree.transform.radius() / norm.max(f32::MIN_POSITIVE);
+    let point: Vec<f32> = query.iter().map(|x| x * scale).collect();
     let mut reach = Reach {
         query,
         deviation: REACH_WEIGHT * norm / (query.len() as f32).sqrt(),
         view,
+        order: Prioritized::new(tree.crowds.as_deref(), &point, 0.0),
     };
     descend(&tree.levels, 0, &mut reach, frontier);
     frontier.order.rank(&frontier.scores);

@@ -53,6 +53,7 @@ def trees(draw, dim):
         page_capacity=draw(st.one_of(st.none(), st.integers(page_size, 3 * page_size))),
         fanout=draw(st.integers(2, 13)),
         refine_passes=draw(st.integers(0, 3)),
+        scan_below=draw(st.sampled_from([1, 10, 16384])),
         summary_dtype=draw(st.sampled_from(["f32", "f16", "bf16"])),
         num_threads=draw(st.sampled_from([None, 1, 2, 3])),
     )

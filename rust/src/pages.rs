@@ -249,6 +249,39 @@ impl PagePool {
         page
     }
 
+    /// Moves all pages into one chunk of their size, if more than an eighth of the rows is free.
+    pub fn compact(&mut self) {
+        let all: usize = self.chunks.iter().map(|c| c.ids.len()).sum();
+        if 8 * self.free.rows() <= all {
+            return;
+        }
+        let (old, width) = (
+            std::mem::take(&mut self.chunks),
+            self.key_dim + self.value_dim,
+        );
+        self.free = FreeBlocks::default();
+        self.add_chunk(self.rows_held);
+        for id in 0..self.pages.len() {
+            if self.pages[id].references == 0 {
+                continue;
+            }
+            let from = self.pages[id].block;
+            let to = self.take_block(from.rows as usize);
+            self.pages[id].block = to;
+            let chunk = &old[from.chunk as usize];
+            let (start, rows) = (from.start as usize, from.rows as usize);
+            let source = Rows {
+                dim: 1,
+                len: 0,
+                elements: chunk.data.as_elements(),
+            };
+            let source = source.slice(start * width..(start + rows) * width).elements;
+            let target = &mut self.chunks[to.chunk as usize];
+            target.data.write(to.start as usize * width, source);
+            target.ids[to.start as usize..][..rows].copy_from_slice(&chunk.ids[start..][..rows]);
+        }
+    }
+
     /// Rows in pages.
     pub fn rows_held(&self) -> usize {
         self.rows_held
@@ -399,7 +432,8 @@ mod tests {
                 let row = (step as f32, -(step as f32), step);
                 let key = [row.0, row.0];
                 let value = [row.1];
-                match random.below(5) {
+                match random.below(6) {
+                    5 => pool.compact(),
                     0 | 1 if !model.is_empty() => {
                         let at = random.below(model.len());
                         let (id, rows) = &mut model[at];

@@ -382,6 +382,11 @@ impl RowStore {
         typed!(Buffer, &mut self.data, x => x.reserve_exact(rows * self.dim));
     }
 
+    /// Gives unused capacity back.
+    pub fn shrink_to_fit(&mut self) {
+        typed!(Buffer, &mut self.data, x => x.shrink_to_fit());
+    }
+
     /// Overwrites a row, rounded from f32.
     pub fn set_f32(&mut self, i: usize, row: &[f32]) {
         let range = i * self.dim..(i + 1) * self.dim;

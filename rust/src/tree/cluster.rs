@@ -40,7 +40,7 @@ impl Cloud {
     /// their places; some may end empty, new ones come last.
     pub fn regroup(&self, groups: &mut Vec<Vec<u32>>, target: usize, capacity: usize) {
         self.divide_widest(groups, target);
-        self.dissolve_smallest(groups, most(target));
+        self.merge_closest(groups, most(target));
         for _ in 0..REGROUP_ROUNDS {
             self.assign(groups);
         }
@@ -72,32 +72,63 @@ impl Cloud {
         }
     }
 
-    /// Empties the smallest groups until at most `most` have points; their points stay without a
-    /// group until the next assignment.
-    fn dissolve_smallest(&self, groups: &mut [Vec<u32>], most: usize) {
-        let mut full: Vec<usize> = (0..groups.len())
-            .filter(|&i| !groups[i].is_empty())
-            .collect();
-        if full.len() > most {
-            full.sort_by_key(|&i| groups[i].len());
-            full[..full.len() - most]
-                .iter()
-                .for_each(|&i| groups[i].clear());
+    /// Merges the two groups whose union scatters least more than they do (Ward), until at most
+    /// `most` have points.
+    fn merge_closest(&self, groups: &mut [Vec<u32>], most: usize) {
+        let full = groups.iter().filter(|group| !group.is_empty()).count();
+        for _ in most..full {
+            if let Some((a, b, _)) = self.closest(groups) {
+                let moved = std::mem::take(&mut groups[b]);
+                groups[a].extend(moved);
+                groups[a].sort_unstable();
+            }
         }
     }
 
-    /// Gives every point to the group with the nearest mean; empty groups stay empty.
-    fn assign(&self, groups: &mut [Vec<u32>]) {
+    /// The two groups whose union would scatter least more than they do, and how much more.
+    fn closest(&self, groups: &[Vec<u32>]) -> Option<(usize, usize, f32)> {
+        let (full, centres, half_norms) = self.centres(groups);
+        let weights: Vec<f32> = full
+            .iter()
+            .map(|&i| groups[i].iter().map(|&m| self.weights[m as usize]).sum())
+            .collect();
+        let rows = Rows {
+            dim: self.width,
+            len: full.len(),
+            elements: Elements::F32(&centres),
+        };
+        let mut products = vec![0.0; full.len() * full.len()];
+        simd::dots(&centres, rows, None, &mut products, full.len());
+        let mut best: Option<(usize, usize, f32)> = None;
+        for a in 0..full.len() {
+            for b in a + 1..full.len() {
+                let half_distance = half_norms[a] + half_norms[b] - products[a * full.len() + b];
+                let cost = 2.0 * half_distance.max(0.0) * weights[a] * weights[b]
+                    / (weights[a] + weights[b]);
+                if best.is_none_or(|best| cost < best.2) {
+                    best = Some((full[a], full[b], cost));
+                }
+            }
+        }
+        best
+    }
+
+    /// Groups with points, their means one after another, half the squared norms of these.
+    fn centres(&self, groups: &[Vec<u32>]) -> (Vec<usize>, Vec<f32>, Vec<f32>) {
         let full: Vec<usize> = (0..groups.len())
             .filter(|&i| !groups[i].is_empty())
             .collect();
         let mut centres = Vec::with_capacity(full.len() * self.width);
-        let mut half_norms = Vec::with_capacity(full.len());
-        for &group in &full {
-            let centre = self.mean(&groups[group]);
-            half_norms.push(0.5 * centre.iter().map(|x| x * x).sum::<f32>());
-            centres.extend(centre);
-        }
+        full.iter()
+            .for_each(|&i| centres.extend(self.mean(&groups[i])));
+        let half_norm = |c: &[f32]| 0.5 * c.iter().map(|x| x * x).sum::<f32>();
+        let half_norms = centres.chunks_exact(self.width).map(half_norm).collect();
+        (full, centres, half_norms)
+    }
+
+    /// Gives every point to the group with the nearest mean; empty groups stay empty.
+    fn assign(&self, groups: &mut [Vec<u32>]) {
+        let (full, centres, half_norms) = self.centres(groups);
         let rows = Rows {
             dim: self.width,
             len: full.len(),

@@ -52,17 +52,23 @@ impl Inserter {
             node = tree.levels[depth].scalars[node].parent as usize;
         }
         tree.len += 1;
-        if tree.pages.len(tree.levels[0].pages[leaf]) > tree.options.page_capacity {
-            self.split(tree, 0, leaf);
-        }
+        self.split_if_full(tree, 0, leaf);
         self.path.push(NO_PARENT);
         for depth in 1..self.path.len() {
             self.regroup_if_due(tree, depth, self.path[depth]);
         }
     }
 
-    /// Splits a full node in two, and its ancestors where they are full by that.
-    pub fn split(&mut self, tree: &mut Tree, depth: usize, node: usize) {
+    /// Splits a node that holds more tokens or children than it may, until its parts do not, and
+    /// its ancestors where they are full by that.
+    pub fn split_if_full(&mut self, tree: &mut Tree, depth: usize, node: usize) {
+        let held = match depth {
+            0 => tree.pages.len(tree.levels[0].pages[node]),
+            _ => tree.levels[depth].children[node].len(),
+        };
+        if held <= Tree::family(&tree.options, depth).1 {
+            return;
+        }
         let sides = bisect(
             &tree.member_points(depth, node),
             tree.transform.mean().len() + 1,
@@ -93,13 +99,12 @@ impl Inserter {
             if tree.levels[depth].len() > 2 * Tree::top_target(&tree.options) {
                 self.add_root(tree);
             }
-            return;
+        } else {
+            tree.levels[depth + 1].children[parent as usize].push(new as NodeId);
+            self.split_if_full(tree, depth + 1, parent as usize);
         }
-        let siblings = &mut tree.levels[depth + 1].children[parent as usize];
-        siblings.push(new as NodeId);
-        if siblings.len() > Tree::child_capacity(&tree.options) {
-            self.split(tree, depth + 1, parent as usize);
-        }
+        self.split_if_full(tree, depth, node);
+        self.split_if_full(tree, depth, new);
     }
 
     /// Puts a level above the top.

@@ -65,6 +65,16 @@ impl Level {
         self.scalars.is_empty()
     }
 
+    /// Gives unused capacity back.
+    pub fn shrink_to_fit(&mut self) {
+        self.keys.shrink_to_fit();
+        self.values.shrink_to_fit();
+        self.scalars.shrink_to_fit();
+        self.pages.shrink_to_fit();
+        self.children.iter_mut().for_each(Vec::shrink_to_fit);
+        self.children.shrink_to_fit();
+    }
+
     /// Bytes of all arrays, unused capacity included.
     pub fn bytes(&self) -> usize {
         let children: usize = self

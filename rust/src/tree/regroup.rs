@@ -15,6 +15,12 @@ use crate::rows::RowStore;
 /// Regroupings while the tokens of a node double.
 const REGROUPINGS: usize = 8;
 
+/// Groups for so many members: more than their target size says, as a build has, whose full pages
+/// split.
+fn target(members: usize, size: usize) -> usize {
+    (10 * members).div_ceil(9 * size)
+}
+
 impl Inserter {
     /// Regroups a node of level `depth`, above the leaves, when its count of tokens says so.
     /// [`NO_PARENT`] stands for the parent of the top level.
@@ -42,8 +48,8 @@ impl Inserter {
                 _ => below.children[child as usize].len(),
             })
             .sum();
-        let target = members.div_ceil(Tree::family(&tree.options, depth - 1).0);
-        if children.len() > cluster::most(target) {
+        let size = Tree::family(&tree.options, depth - 1).0;
+        if children.len() > cluster::most(target(members, size)) {
             self.regroup(tree, depth, node);
         }
     }
@@ -61,7 +67,7 @@ impl Inserter {
         }
         let (size, capacity) = Tree::family(&tree.options, below);
         let mut groups = before.clone();
-        cloud.regroup(&mut groups, cloud.weights.len().div_ceil(size), capacity);
+        cloud.regroup(&mut groups, target(cloud.weights.len(), size), capacity);
 
         let members = self.regrouped(tree, below, &children, &before, &groups);
         let first_new = tree.levels[below].len() as NodeId;
@@ -98,9 +104,7 @@ impl Inserter {
             return;
         }
         self.recompute(tree, depth, node as usize);
-        if tree.levels[depth].children[node as usize].len() > Tree::child_capacity(&tree.options) {
-            self.split(tree, depth, node as usize);
-        }
+        self.split_if_full(tree, depth, node as usize);
     }
 
     /// What the groups that changed and are not empty consist of now, by their place.

@@ -57,8 +57,11 @@ impl Cloud {
 
     /// Halves the group of largest scatter until there are `target` groups with points.
     fn divide_widest(&self, groups: &mut Vec<Vec<u32>>, target: usize) {
-        let mut scatters: Vec<f32> = groups.iter().map(|group| self.scatter(group)).collect();
         let mut full = groups.iter().filter(|group| !group.is_empty()).count();
+        if full >= target {
+            return;
+        }
+        let mut scatters: Vec<f32> = groups.iter().map(|group| self.scatter(group)).collect();
         while full < target {
             let widest = (0..groups.len()).max_by(|&a, &b| scatters[a].total_cmp(&scatters[b]));
             let Some(widest) = widest.filter(|&widest| scatters[widest] > 0.0) else {

@@ -87,9 +87,8 @@ def main():
         # The window fills up first: 32 steps that insert nothing.
         for what, times in (("insertion", insert[32:]), ("step", step[32:])):
             median, high, most = 1e6 * np.percentile(times, [50, 99, 100])
-            print(
-                f"  {what}: p50 {median:.0f} us, p99 {high:.0f} us ({high / median:.2f} x), max {most:.0f} us"
-            )
+            ratio = high / median
+            print(f"  {what}: p50 {median:.0f} us, p99 {high:.0f} ({ratio:.2f} x), max {most:.0f}")
 
 
 if __name__ == "__main__":

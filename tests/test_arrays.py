@@ -108,7 +108,7 @@ BAD_CALLS = {
     "keys of another dtype": (
         lambda c: c.append(kv_like(3, "numpy-f16"), kv_like(3, "numpy-f16")),
         TypeError,
-        "k must be f32 like the cache, got f16",
+        "k must be f32 like what is stored, got f16",
     ),
     "mixed dtypes": (
         lambda c: c.decode(q_like(1), kv_like(1), kv_like(1, "numpy-bf16")),

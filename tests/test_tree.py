@@ -214,7 +214,7 @@ BAD_CALLS = {
     "another dtype": (
         lambda t: t.insert(np.zeros((2, 8), np.float16)),
         TypeError,
-        "keys must be f32 like the cache, got f16",
+        "keys must be f32 like what is stored, got f16",
     ),
     "float64": (lambda t: t.insert(np.zeros((2, 8))), TypeError, "got float64"),
     "bare uint16": (lambda t: t.insert(np.zeros((2, 8), np.uint16)), TypeError, "ml_dtypes"),
@@ -222,7 +222,7 @@ BAD_CALLS = {
     "NaN": (
         lambda t: t.insert(np.array([[0.0] * 8, [0.0] * 7 + [np.nan]], np.float32)),
         ValueError,
-        "keys must be finite, got NaN at head 0, token 1",
+        "keys must be finite, got NaN in row 1",
     ),
     "an infinite query": (
         lambda t: t.search(np.full((1, 8), -np.inf, np.float32), 1),

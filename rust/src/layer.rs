@@ -5,11 +5,15 @@ use crate::error::{Error, Result};
 use crate::head::{Head, Scratch, Step};
 use crate::ids::KeyId;
 use crate::rows::{Buffer, Dtype, Elements, Strided, to_f32};
-use crate::threads;
+use crate::threads::Workers;
 use std::cell::RefCell;
+use std::sync::atomic::AtomicBool;
 
 /// Positions of one work item of exact attention.
 const EXACT_POSITIONS: usize = 4;
+
+/// Elements of a scaled query that are so large make a softmax of one key, or of equal ones.
+const LARGEST_QUERY: f32 = 1e30;
 
 /// Shape of a layer. Query head `h` reads KV head `h / group`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +94,9 @@ impl Layer {
     }
 
     // ---- the two flows ------------------------------------------------------------------------
+    //
+    // Once `cancelled` is set a call soon fails with `Error::Interrupted`; what it had appended by
+    // then is gone again.
 
     /// Prefill. Appends `k` and `v`; with `q` and `out` also attends exactly to everything stored,
     /// each position to itself and what is before it; then indexes all but sink and window.
@@ -98,29 +105,27 @@ impl Layer {
         k: &Heads<'_>,
         v: &Heads<'_>,
         q: Option<(&Heads<'_>, &mut [f32])>,
+        cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         if let Some((q, out)) = &q {
             self.check_queries(q, n)?;
             self.check_output(n, out)?;
         }
-        self.start(k[0].dtype());
-        let (options, limit) = (&self.options, self.options.num_threads);
-        let Some((q, out)) = q else {
-            threads::for_each_mut(limit, &mut self.heads, |h, head| {
-                head.append_bulk(k[h], v[h], options, limit);
-            });
-            return Ok(());
-        };
-        threads::for_each_mut(limit, &mut self.heads, |h, head| {
-            (0..n).for_each(|i| head.store(k[h], v[h], i, options));
-        });
-        self.exact(q, out);
-        let options = &self.options;
-        threads::for_each_mut(limit, &mut self.heads, |_, head| {
-            head.settle(options, limit)
-        });
-        Ok(())
+        self.grow(k[0].dtype(), |layer| {
+            let workers = layer.workers(cancelled);
+            let Some((q, out)) = q else {
+                return layer.each_head(workers, |h, head, options| {
+                    head.append_bulk(k[h], v[h], options, workers)
+                });
+            };
+            layer.each_head(workers, |h, head, options| {
+                (0..n).for_each(|i| head.store(k[h], v[h], i, options));
+                Ok(())
+            })?;
+            layer.exact(q, out, workers)?;
+            layer.each_head(workers, |_, head, options| head.settle(options, workers))
+        })
     }
 
     /// The checks of a prefill with queries, for a caller that attends by itself.
@@ -137,28 +142,33 @@ impl Layer {
         k: &Heads<'_>,
         v: &Heads<'_>,
         out: &mut [f32],
+        cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         self.check_queries(q, n)?;
         self.check_output(n, out)?;
-        self.start(k[0].dtype());
         let first = self.seq_len();
-        self.sparse(q, n, out, |head, h, i, options| {
-            head.append(k[h], v[h], i, options);
-            first + i + 1
-        });
-        Ok(())
+        self.grow(k[0].dtype(), |layer| {
+            let workers = layer.workers(cancelled);
+            layer.sparse(q, n, out, workers, |head, h, i, options| {
+                head.append(k[h], v[h], i, options)?;
+                Ok(first + i + 1)
+            })
+        })
     }
 
     /// Appends as [`Layer::decode`] does, without attending.
-    pub fn append(&mut self, k: &Heads<'_>, v: &Heads<'_>) -> Result<()> {
+    pub fn append(&mut self, k: &Heads<'_>, v: &Heads<'_>, cancelled: &AtomicBool) -> Result<()> {
         let n = self.check_new(k, v)?;
-        self.start(k[0].dtype());
-        let options = &self.options;
-        threads::for_each_mut(options.num_threads, &mut self.heads, |h, head| {
-            (0..n).for_each(|i| head.append(k[h], v[h], i, options));
-        });
-        Ok(())
+        self.grow(k[0].dtype(), |layer| {
+            let workers = layer.workers(cancelled);
+            layer.each_head(workers, |h, head, options| {
+                (0..n).try_for_each(|i| {
+                    workers.check()?;
+                    head.append(k[h], v[h], i, options)
+                })
+            })
+        })
     }
 
     /// Attends sparsely with the queries of the last stored positions.
@@ -177,15 +187,43 @@ impl Layer {
             });
         }
         let first = self.seq_len() - n;
-        self.sparse(q, n, out, |_, _, i, _| first + i + 1);
-        Ok(())
+        let workers = Workers::steady(self.options.num_threads);
+        self.sparse(q, n, out, workers, |_, _, i, _| Ok(first + i + 1))
     }
 
     /// Attends exactly with the queries of the last stored positions.
-    pub fn attend_exact(&mut self, q: &Heads<'_>, out: &mut [f32]) -> Result<()> {
+    pub fn attend_exact(
+        &mut self,
+        q: &Heads<'_>,
+        out: &mut [f32],
+        cancelled: &AtomicBool,
+    ) -> Result<()> {
         self.check_last("attend_exact", q, out)?;
-        self.exact(q, out);
-        Ok(())
+        self.exact(q, out, self.workers(cancelled))
+    }
+
+    /// Runs what appends tokens; if it fails, they are gone again.
+    fn grow(&mut self, dtype: Dtype, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let before = self.seq_len();
+        self.start(dtype);
+        let result = work(self);
+        if result.is_err() {
+            self.crop(before)?;
+        }
+        result
+    }
+
+    /// Runs `work(kv head, head, options)` for every head. What fails was cancelled.
+    fn each_head(
+        &mut self,
+        workers: Workers<'_>,
+        work: impl Fn(usize, &mut Head, &Options) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let options = &self.options;
+        workers.for_each_mut(&mut self.heads, |h, head| {
+            // The workers know of it.
+            let _ = work(h, head, options);
+        })
     }
 
     /// Steps of `n` positions: `ready(head, kv head, i, options)` makes position `i` of a head
@@ -195,18 +233,22 @@ impl Layer {
         q: &Heads<'_>,
         n: usize,
         out: &mut [f32],
-        ready: impl Fn(&mut Head, usize, usize, &Options) -> usize + Sync,
-    ) {
+        workers: Workers<'_>,
+        ready: impl Fn(&mut Head, usize, usize, &Options) -> Result<usize> + Sync,
+    ) -> Result<()> {
         let (group, dim) = (self.group(), self.shape.head_dim);
         let (options, scale) = (&self.options, self.scale);
         let outputs = out.chunks_mut((group * n * dim).max(1));
         let mut items: Vec<_> = self.heads.iter_mut().zip(outputs).collect();
-        threads::for_each_mut(options.num_threads, &mut items, |h, (head, out)| {
+        workers.for_each_mut(&mut items, |h, (head, out)| {
             SCRATCH.with_borrow_mut(|scratch| {
                 let mut queries = vec![0.0; group * dim];
                 let mut result = vec![0.0; group * dim];
                 for i in 0..n {
-                    let visible = ready(head, h, i, options);
+                    let (Ok(()), Ok(visible)) = (workers.check(), ready(head, h, i, options))
+                    else {
+                        return; // The workers know of it.
+                    };
                     for (g, query) in queries.chunks_exact_mut(dim).enumerate() {
                         scaled(q[h * group + g].row(i), scale, query);
                     }
@@ -220,17 +262,18 @@ impl Layer {
                     }
                 }
             });
-        });
+        })?;
         self.steps += n;
+        Ok(())
     }
 
     /// Exact attention of the last positions, in parallel over heads and blocks of positions.
-    fn exact(&self, q: &Heads<'_>, out: &mut [f32]) {
+    fn exact(&self, q: &Heads<'_>, out: &mut [f32], workers: Workers<'_>) -> Result<()> {
         let (group, dim, n) = (self.group(), self.shape.head_dim, q[0].len);
         let first = self.seq_len() - n;
         let blocks = n.div_ceil(EXACT_POSITIONS);
         let mut results: Vec<Vec<f32>> = vec![Vec::new(); self.heads.len() * blocks];
-        threads::for_each_mut(self.options.num_threads, &mut results, |item, result| {
+        workers.for_each_mut(&mut results, |item, result| {
             let (h, from) = (item / blocks, item % blocks * EXACT_POSITIONS);
             let positions = from..(from + EXACT_POSITIONS).min(n);
             let mut queries = vec![0.0; group * positions.len() * dim];
@@ -247,7 +290,7 @@ impl Layer {
             SCRATCH.with_borrow_mut(|scratch| {
                 self.heads[h].attend_exact(&queries, &visible, scratch, result);
             });
-        });
+        })?;
         for (item, result) in results.iter().enumerate() {
             let (h, from) = (item / blocks, item % blocks * EXACT_POSITIONS);
             let rows = result.len() / (group * dim);
@@ -256,6 +299,7 @@ impl Layer {
                 out[to..][..rows * dim].copy_from_slice(&result[g * rows * dim..][..rows * dim]);
             }
         }
+        Ok(())
     }
 
     // ---- the rest -----------------------------------------------------------------------------
@@ -270,11 +314,11 @@ impl Layer {
             self.reset();
             return Ok(());
         }
-        let options = &self.options;
-        threads::for_each_mut(options.num_threads, &mut self.heads, |_, head| {
+        let workers = Workers::steady(self.options.num_threads);
+        self.each_head(workers, |_, head, options| {
             head.crop(n, options);
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Forgets everything, the dtype too.
@@ -320,6 +364,10 @@ impl Layer {
             return Err(Error::Invariant("heads of different lengths".into()));
         }
         self.heads.iter().try_for_each(Head::check)
+    }
+
+    fn workers<'a>(&self, cancelled: &'a AtomicBool) -> Workers<'a> {
+        Workers::new(self.options.num_threads, cancelled)
     }
 
     fn group(&self) -> usize {
@@ -420,8 +468,12 @@ impl Layer {
     }
 }
 
+/// A query as attention uses it. One beyond [`LARGEST_QUERY`] shrinks to it, so that its products
+/// do not overflow.
 fn scaled(row: Elements<'_>, scale: f32, out: &mut [f32]) {
     to_f32(row, out);
+    let largest = out.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    let scale = scale * (LARGEST_QUERY / scale.abs() / largest).min(1.0);
     out.iter_mut().for_each(|x| *x *= scale);
 }
 

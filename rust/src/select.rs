@@ -6,6 +6,7 @@
 use crate::config::Options;
 use crate::ids::{KeyId, NodeId};
 use crate::order::Order;
+use crate::rows::norm;
 use crate::simd;
 use crate::tree::Tree;
 use crate::tree::node::Level;
@@ -410,7 +411,7 @@ impl Priority for GroupMass<'_> {
             s.max[q] = high;
             // The rank: the same logits, raised, under a maximum of their own.
             let query = &self.queries[q * dim..][..dim];
-            let deviation = SPREAD_WEIGHT * (dot(query, query) / dim as f32).sqrt();
+            let deviation = SPREAD_WEIGHT * norm(query) / (dim as f32).sqrt();
             s.raised.clear();
             let radii = nodes
                 .iter()

@@ -8,6 +8,7 @@ use super::Tree;
 use super::node::Level;
 use crate::ids::NodeId;
 use crate::order::{Best, Order};
+use crate::rows;
 use crate::simd;
 
 /// Ranks nodes for one purpose.
@@ -160,7 +161,7 @@ pub fn reach_leaves(
     view: View<'_>,
     frontier: &mut Frontier,
 ) -> Vec<NodeId> {
-    let norm = query.iter().map(|x| x * x).sum::<f32>().sqrt();
+    let norm = rows::norm(query);
     let mut reach = Reach {
         query,
         deviation: REACH_WEIGHT * norm / (query.len() as f32).sqrt(),

@@ -98,8 +98,13 @@ impl Inserter {
             return;
         }
         self.recompute(tree, depth, node as usize);
-        if tree.levels[depth].children[node as usize].len() > Tree::child_capacity(&tree.options) {
-            self.split(tree, depth, node as usize);
+        // More than one child may be too many here, and two halves need not be equal.
+        let mut waiting = vec![node as usize];
+        while let Some(node) = waiting.pop() {
+            if tree.levels[depth].children[node].len() > Tree::child_capacity(&tree.options) {
+                self.split(tree, depth, node);
+                waiting.extend([node, tree.levels[depth].len() - 1]);
+            }
         }
     }
 

@@ -29,28 +29,28 @@ def run(code, *args, env=(), timeout=60):
 # Each defines `long`, a call of many seconds, and `state`, what it must leave as it was.
 LONG_CALLS = {
     "the first bulk of a tree": """
-tree = DciTree(128)
-long = lambda: tree.insert(keys(400_000, 128))
+tree, rows = DciTree(128), keys(300_000, 128)
+long = lambda: tree.insert(rows)
 check, state = tree.check, lambda: len(tree)
 """,
     "a bulk that rebuilds a tree": """
-tree = DciTree(128)
-tree.insert(keys(2000, 128))
-long = lambda: tree.insert(keys(400_000, 128))
+tree, rows = DciTree(128), keys(300_000, 128)
+tree.insert(rows[:2000])
+long = lambda: tree.insert(rows)
 check = tree.check
-state = lambda: [x.tobytes() for x in tree.search(keys(20, 128), 5)]
+state = lambda: [x.tobytes() for x in tree.search(rows[:20], 5)]
 """,
     "a bulk that goes in one by one": """
-tree = DciTree(64, refine_passes=0)
-tree.insert(keys(60_000, 64))
-long = lambda: tree.insert(keys(59_000, 64))
+tree, rows = DciTree(64, refine_passes=0), keys(60_000, 64)
+tree.insert(rows)
+long = lambda: tree.insert(rows[1:])
 check = tree.check
-state = lambda: [x.tobytes() for x in tree.exact_search(keys(20, 64), 5)]
+state = lambda: [x.tobytes() for x in tree.exact_search(rows[:20], 5)]
 """,
     "brute force": """
-tree = DciTree(128)
-tree.insert(keys(20_000, 128))
-long = lambda: tree.exact_search(keys(100_000, 128), 5)
+tree, rows = DciTree(128), keys(20_000, 128)
+tree.insert(rows)
+long = lambda: tree.exact_search(rows, 5)
 check, state = tree.check, lambda: len(tree)
 """,
     "a prefill": """
@@ -97,7 +97,7 @@ def keys(n, dim):
 
 exec(sys.argv[1])
 before = state()
-long_, started = long, time.monotonic()
+started = time.monotonic()
 print("started", flush=True)
 try:
     long()
@@ -128,3 +128,161 @@ def test_ctrl_c_ends_a_long_call_within_a_second_and_leaves_no_trace(name):
         assert child.wait(60) == 0, child.stderr.read()
     print(f"{name}: {took:.2f} s")
     assert took < 1
+
+
+def test_any_exception_of_a_signal_handler_ends_a_long_call():
+    run(
+        """
+import signal
+import numpy as np
+from icecache import DciTree
+
+def ring(*_):
+    raise TimeoutError("too long")
+
+rows = np.random.default_rng(0).standard_normal((200_000, 64), np.float32)
+signal.signal(signal.SIGALRM, ring)
+signal.setitimer(signal.ITIMER_REAL, 0.2)
+tree = DciTree(64)
+try:
+    tree.insert(rows)
+except TimeoutError as error:
+    assert str(error) == "too long" and len(tree) == 0
+else:
+    raise SystemExit("not interrupted")
+tree.insert(rows[:300])
+tree.check()
+"""
+    )
+
+
+# ---- forks --------------------------------------------------------------------------------------
+
+FORKED = """
+import os, sys, threading
+import numpy as np
+from icecache import IceConfig, LayerCache
+
+rows = np.random.default_rng(0).standard_normal((2, 3000, 32), np.float32)
+config = IceConfig(num_threads=4, dense_below=0)
+
+def answer(layer):
+    return layer.attend(rows[:, 2890:2900]).tobytes()
+
+def build():
+    layer = LayerCache(2, 2, 32, config)
+    layer.prefill(rows[:, :2900], rows[:, :2900], rows[:, :2900])
+    return layer
+
+inherited = build()
+want = answer(build())
+names = [open(f"/proc/self/task/{t}/comm").read() for t in os.listdir("/proc/self/task")]
+assert any(name.startswith("icecache-") for name in names), names
+def child():
+    assert len(os.listdir("/proc/self/task")) == 1
+    assert answer(inherited) == want  # what came along
+    assert answer(build()) == want  # on a pool of its own
+    inherited.check()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_forked_child_makes_a_pool_of_its_own():
+    run(
+        FORKED
+        + """
+def fork(generations):
+    pid = os.fork()
+    if pid == 0:
+        child()
+        if generations > 1:
+            fork(generations - 1)
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+
+fork(generations=2)
+assert answer(inherited) == want
+"""
+    )
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_multiprocessing_by_fork():
+    run(
+        FORKED
+        + """
+import multiprocessing
+workers = [multiprocessing.get_context("fork").Process(target=child) for _ in range(3)]
+for worker in workers:
+    worker.start()
+for worker in workers:
+    worker.join(30)
+    assert worker.exitcode == 0, worker.exitcode
+"""
+    )
+
+
+# ---- the end of the interpreter -----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call", ["insert", "search", "exact_search"])
+def test_the_interpreter_ends_at_once_while_a_thread_is_in_a_call(call):
+    started = time.monotonic()
+    out = run(
+        """
+import sys, threading, time
+import numpy as np
+from icecache import DciTree
+
+rows = np.random.default_rng(0).standard_normal((150_000, 64), np.float32)
+tree, call = DciTree(64, num_threads=4), sys.argv[1]
+tree.insert(rows[:5000])
+work = {
+    "insert": lambda: tree.insert(rows),
+    "search": lambda: [tree.search(rows[:50], 5) for _ in range(10**6)],
+    "exact_search": lambda: tree.exact_search(rows, 5),
+}
+threading.Thread(target=work[call], daemon=True).start()
+time.sleep(0.3)
+print("bye")
+""",
+        call,
+    )
+    assert out == "bye\n"
+    assert time.monotonic() - started < 10
+
+
+# ---- the environment ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("ICECACHE_NUM_THREADS", "0", 'must be an integer of at least 1, got "0"'),
+        ("ICECACHE_NUM_THREADS", "-2", 'must be an integer of at least 1, got "-2"'),
+        ("ICECACHE_NUM_THREADS", "many", 'must be an integer of at least 1, got "many"'),
+        ("ICECACHE_NUM_THREADS", "2.5", 'must be an integer of at least 1, got "2.5"'),
+        ("ICECACHE_SIMD", "avx1024", 'as this CPU has them, got "avx1024"'),
+        ("ICECACHE_SIMD", "AVX2", 'as this CPU has them, got "AVX2"'),
+    ],
+)
+def test_a_variable_that_makes_no_sense_is_named(name, value, message):
+    code = """
+try:
+    import icecache
+except ValueError as error:
+    print(error)
+"""
+    assert run(code, env={name: value}.items()).startswith(f"{name} must be ")
+    assert message in run(code, env={name: value}.items())
+
+
+@pytest.mark.parametrize("simd", ["scalar", ""])
+def test_variables_that_make_sense(simd):
+    out = run(
+        "from icecache._icecache import available_threads, simd_name\n"
+        "print(available_threads(), simd_name())",
+        env={"ICECACHE_NUM_THREADS": " 3 ", "ICECACHE_SIMD": simd}.items(),
+    )
+    threads, name = out.split()
+    assert threads == "3" and (name == simd or not simd)

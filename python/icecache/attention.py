@@ -312,7 +312,8 @@ def _take_over(key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -
     if not shown.waits_for(key, value):
         raise RuntimeError(
             "expected attention over the very keys and values that the cache's update returned, "
-            "once, got others: this model changes or reuses them, which icecache does not support"
+            "once, got others: this model changes or reuses them, which icecache does not support, "
+            "or another thread uses this cache too"
         )
     return shown
 

@@ -117,10 +117,10 @@ class IceCache(Cache):
         super().__init__(layers=layers)
         self.layers: list[Any]
         self._first_index, self._last_index = min(kinds, default=0), max(kinds, default=0)
-        # The thread of the last forward, unless that was rolled back, and the lengths that threads
-        # were told for the masks of forwards that have not begun.
+        # Of the last forward: its thread, unless it was rolled back, and by how much its positions
+        # were ahead of the tokens stored (None: unknown).
         self._owner: int | None = None
-        self._told: dict[int, int] = {}
+        self._ahead: int | None = None
         self._force_exact: bool | None = None
         self._last_updated: IceLayer | None = None
         self._before: dict[int, dict[str, Any]] = {}
@@ -181,7 +181,7 @@ class IceCache(Cache):
             raise ValueError(f"icecache holds one sequence: got a batch of {key_states.shape[0]}")
         refuse_gradients(key_states, value_states)
         with self._lock:
-            self._enter(layer_idx)
+            self._enter(layer_idx, (kwargs.get("kwargs") or {}).get("position_ids"))
             if self._last_updated is not None and self._last_updated.is_waiting:
                 raise RuntimeError(
                     f"expected attention on layer {self._last_updated.index} before layer "
@@ -200,16 +200,24 @@ class IceCache(Cache):
             keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
 
-    def _enter(self, layer_idx: int) -> None:
-        """Lets a forward of this thread go on to a layer, if no other thread has come between."""
+    def _enter(self, layer_idx: int, positions: torch.Tensor | None) -> None:
+        """Lets a forward of this thread go on to a layer, if no other thread has come between.
+
+        positions: those of the new tokens, `[1, t]`, where the model shows them. After a change of
+        threads they must go on where the last forward ended: a `generate` counts them by itself,
+        and so notices that it is not alone.
+        """
         self._roll_back(layer_idx)
-        thread = threading.get_ident()
+        thread, ahead = threading.get_ident(), None
         if layer_idx == self._first_index:
             length = self.get_seq_length()
-            if self._told.pop(thread, length) != length:
+            if positions is not None and positions.ndim == 2:
+                ahead = int(positions[0, 0]) - length
+            known = None not in (ahead, self._ahead)
+            if length and known and ahead != self._ahead and thread != self._owner:
                 raise RuntimeError(TAKEN_OVER)
-            self._owner = thread
-        elif self._owner != thread:
+            self._owner, self._ahead = thread, ahead
+        elif thread != self._owner:
             raise RuntimeError(TAKEN_OVER)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -221,7 +229,6 @@ class IceCache(Cache):
         """Length and offset of the keys that the next mask of a layer is about."""
         with self._lock:
             self._roll_back(layer_idx)
-            self._told[threading.get_ident()] = self.get_seq_length()
             length, offset = super().get_mask_sizes(query_length, layer_idx)
         return length, offset
 
@@ -233,7 +240,6 @@ class IceCache(Cache):
         tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
         with self._lock:
             self._roll_back()
-            self._told.pop(threading.get_ident(), None)
             length = self.get_seq_length()
             removed = min(-tokens, length) if tokens <= 0 else max(length - tokens, 0)
             # Sliding layers may refuse, so they come first.
@@ -249,7 +255,6 @@ class IceCache(Cache):
                 layer.reset()
             self._before.clear()
             self._owner = None
-            self._told.pop(threading.get_ident(), None)
 
     def stats(self) -> CacheStats:
         """Sizes, and what the last step read, per layer and for the whole cache."""

@@ -273,6 +273,50 @@ mod tests {
         }
     }
 
+    /// Whenever it is cancelled: all keys are in, or none of them and nothing else has changed.
+    #[test]
+    fn a_cancelled_insertion_leaves_no_trace() {
+        let dim = 8;
+        let keys = clustered(&mut Random::new(3, 0), 12_000, dim);
+        let query = &keys[..dim];
+        let (mut done, mut cut) = (0, 0);
+        for (start, more) in [(0, 6000), (3000, 6000), (6000, 3000), (100, 100)] {
+            for round in 0..12 {
+                let mut index = Index::new(dim, TreeOptions::default(), 2).unwrap();
+                index
+                    .insert(strided(&keys[..start * dim], dim), &NEVER)
+                    .unwrap();
+                let best = |index: &Index| {
+                    let (mut ids, mut scores) = ([0; 5], [0.0; 5]);
+                    let (query, view) = (strided(query, dim), View(&[4]));
+                    index
+                        .search(query, 5, view, true, &mut ids, &mut scores, &NEVER)
+                        .unwrap();
+                    (ids, scores)
+                };
+                let before = best(&index);
+                let cancelled = AtomicBool::new(false);
+                let result = std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        std::thread::sleep(std::time::Duration::from_micros(100 << round));
+                        cancelled.store(true, Ordering::Relaxed);
+                    });
+                    index.insert(strided(&keys[start * dim..][..more * dim], dim), &cancelled)
+                });
+                assert_eq!(index.check(), Ok(()));
+                if result.is_ok() {
+                    done += 1;
+                    assert_eq!(index.len(), start + more);
+                } else {
+                    cut += 1;
+                    assert_eq!(result, Err(Error::Interrupted));
+                    assert_eq!((index.len(), best(&index)), (start, before));
+                }
+            }
+        }
+        assert!(done > 0 && cut > 10, "{done} done, {cut} cancelled");
+    }
+
     /// Few distinct keys leave nodes of every level without children while a tree is built.
     #[test]
     fn many_twins_of_few_keys() {

@@ -484,3 +484,97 @@ fn config(option: &'static str, expected: String, got: impl ToString) -> Error {
         got: got.to_string(),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use std::sync::atomic::Ordering;
+    use std::time::Duration;
+
+    const DIM: usize = 8;
+
+    fn heads(rows: &[f32], from: usize, to: usize) -> Heads<'_> {
+        let row = |n: usize| n * DIM;
+        rows.chunks(rows.len() / 2)
+            .map(|head| Strided {
+                dim: DIM,
+                len: to - from,
+                stride: DIM,
+                elements: Elements::F32(&head[row(from)..row(to)]),
+            })
+            .collect()
+    }
+
+    fn contents(layer: &Layer) -> (Vec<u32>, Vec<u32>) {
+        let bits = |buffer: Buffer| match buffer {
+            Buffer::F32(x) => x.iter().map(|x| x.to_bits()).collect(),
+            _ => unreachable!("the rows are f32"),
+        };
+        let size = 2 * layer.seq_len() * DIM;
+        let (mut keys, mut values) = (
+            Buffer::zeros(Dtype::F32, size),
+            Buffer::zeros(Dtype::F32, size),
+        );
+        layer.gather(&mut keys, &mut values);
+        (bits(keys), bits(values))
+    }
+
+    /// Whenever it is cancelled: every token is in, or none of them and the others are as they were.
+    #[test]
+    fn a_cancelled_prefill_leaves_no_trace() {
+        let mut random = Random::new(5, 0);
+        let rows: Vec<f32> = (0..2 * 9000 * DIM)
+            .map(|_| random.below(2001) as f32 / 1000.0 - 1.0)
+            .collect();
+        let never = AtomicBool::new(false);
+        let shape = Shape {
+            q_heads: 2,
+            kv_heads: 2,
+            head_dim: DIM,
+        };
+        let (mut done, mut cut) = (0, 0);
+        // A first bulk, one into the window, one that rebuilds, one that goes in one by one.
+        for (start, more) in [(0, 5000), (50, 40), (2000, 5000), (5000, 3000)] {
+            for (round, append) in (0..12).flat_map(|round| [(round, false), (round, true)]) {
+                let options = Options {
+                    num_threads: 2,
+                    ..Options::default()
+                };
+                let mut layer = Layer::new(shape, 1.0, 0, options).unwrap();
+                if start > 0 {
+                    let first = heads(&rows, 0, start);
+                    layer.prefill(&first, &first, None, &never).unwrap();
+                }
+                let before = contents(&layer);
+                let new = heads(&rows, start, start + more);
+                let cancelled = AtomicBool::new(false);
+                let result = std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        std::thread::sleep(Duration::from_micros(100 << round));
+                        cancelled.store(true, Ordering::Relaxed);
+                    });
+                    match append {
+                        true => layer.append(&new, &new, &cancelled),
+                        false => layer.prefill(&new, &new, None, &cancelled),
+                    }
+                });
+                assert_eq!(layer.check(), Ok(()));
+                if result.is_ok() {
+                    done += 1;
+                    assert_eq!(layer.seq_len(), start + more);
+                } else {
+                    cut += 1;
+                    assert_eq!(result, Err(Error::Interrupted));
+                    assert_eq!(layer.seq_len(), start);
+                    assert_eq!(layer.dtype().is_some(), start > 0);
+                    assert!(contents(&layer) == before);
+                }
+                let next = heads(&rows, 8000, 8400);
+                layer.prefill(&next, &next, None, &never).unwrap();
+                assert_eq!(layer.check(), Ok(()));
+            }
+        }
+        assert!(done > 0 && cut > 10, "{done} done, {cut} cancelled");
+    }
+}

@@ -612,3 +612,14 @@ def test_huge_queries_see_the_keys_that_match_best(size, budget, options):
     clear = (best[..., 0] - best[..., 1]) > 1e-4 * best[..., 0].abs()
     assert clear.any() and torch.isfinite(exact).all()
     assert torch.allclose(exact[clear], tensor(problem.v[0])[first[..., 0]][clear], atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_family_that_regroups_unevenly_is_not_left_over_full(seed):
+    # Found at seed 2: of the two halves of a node, one still had too many children.
+    rows = np.random.default_rng(seed).standard_normal((1, 12_000, 16)).astype(np.float32)
+    layer = LayerCache(1, 1, 16, IceConfig(refine_passes=0, dense_below=0))
+    layer.prefill(rows[:, :6000], rows[:, :6000])
+    new = rows[:, 6000 : 6200 + 200 * seed]
+    layer.append(new, new)
+    layer.check()

@@ -17,7 +17,7 @@ CONTENTS = ("rust/src/lib.rs", "rust/src/python/mod.rs", "/__init__.py")
 # folder that is placed as a whole ("policies/") may use each other.
 RUST = """
     rows error ids config
-    threads random
+    threads guard random
     simd/scalar simd/avx2 simd/avx512 simd/neon simd/mod
     transform
     order

@@ -1,5 +1,8 @@
 """What a `LayerCache` takes and what it refuses; a refusal changes nothing."""
 
+import copy
+import pickle
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -108,7 +111,7 @@ BAD_CALLS = {
     "keys of another dtype": (
         lambda c: c.append(kv_like(3, "numpy-f16"), kv_like(3, "numpy-f16")),
         TypeError,
-        "k must be f32 like the cache, got f16",
+        "k must be f32 like what is stored, got f16",
     ),
     "mixed dtypes": (
         lambda c: c.decode(q_like(1), kv_like(1), kv_like(1, "numpy-bf16")),
@@ -411,6 +414,17 @@ def test_query_heads_are_shared_evenly():
 def test_the_scale_is_finite(scale):
     with pytest.raises(ValueError, match="scale must be finite"):
         LayerCache(4, 2, 8, scale=scale)
+
+
+@pytest.mark.parametrize("scale", [1, np.float32(0.25), np.float16(0.5), np.int64(2)])
+def test_the_scale_is_any_real_number(scale):
+    assert LayerCache(4, 2, 8, scale=scale).scale == float(scale)
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_says_that_it_cannot_be_copied(copied):
+    with pytest.raises(TypeError, match="a LayerCache cannot be copied or pickled: gather"):
+        copied(LayerCache(4, 2, 8))
 
 
 @pytest.mark.parametrize(

@@ -4,9 +4,13 @@ With a budget of at least the sequence length, attention is full attention: toke
 `DynamicCache`, and logits equal up to rounding.
 """
 
+import copy
 import gc
 import inspect
 import logging
+import pickle
+import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -812,7 +816,90 @@ def test_crop_after_a_failed_forward_counts_from_the_last_complete_one() -> None
     assert [layer.get_seq_length() for layer in cache.layers] == [30] * 4
 
 
+# --- Several threads
+
+
+def test_generate_in_two_threads_on_one_cache_fails_instead_of_mixing() -> None:
+    model = llama()
+    texts = [tokens(40, seed=i) for i in range(2)]
+    expected = [greedy(llama(), text, new=8) for text in texts]
+    results: list[Any] = [None, None]
+
+    def work(i: int, cache: IceCache, barrier: threading.Barrier) -> None:
+        barrier.wait()
+        try:
+            results[i] = greedy(model, texts[i], new=8, **{CACHE: cache})
+        except (RuntimeError, ValueError) as error:
+            results[i] = str(error)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    failed = 0
+    try:
+        for _ in range(10):
+            cache, barrier = IceCache(model, **WHOLE), threading.Barrier(2)
+            threads = [
+                threading.Thread(target=work, args=(i, cache, barrier)) for i in range(len(texts))
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            for got, wanted in zip(results, expected, strict=True):
+                if isinstance(got, str):
+                    failed += 1
+                    assert "at a time" in got or "another thread" in got
+                else:
+                    assert got == wanted
+            # It can be used again.
+            cache.reset()
+            assert greedy(model, texts[0], new=8, **{CACHE: cache}) == expected[0]
+    finally:
+        sys.setswitchinterval(interval)
+    assert failed
+
+
+def test_one_thread_after_the_other_may_use_a_cache() -> None:
+    model, ids = llama(), tokens(80)
+    expected = forward(llama(), ids, DynamicCache())
+    cache, got = IceCache(model, **WHOLE), []
+
+    def work(part: torch.Tensor) -> None:
+        got.append(forward(model, part, cache))
+
+    for part in ids.split([40, 30, 1, 9], dim=1):
+        thread = threading.Thread(target=work, args=(part,))
+        thread.start()
+        thread.join()
+    close(torch.cat(got, dim=1), expected)
+
+
+def test_a_forward_that_another_interrupts_stores_nothing() -> None:
+    model, ids = llama(), tokens(60)
+    cache = IceCache(model, **WHOLE)
+    forward(model, ids[:, :40], cache)
+
+    def other(*_: Any) -> None:
+        thread = threading.Thread(target=forward, args=(model, ids[:, 40:50], cache))
+        handle.remove()
+        thread.start()
+        thread.join()
+
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(other)
+    with pytest.raises(RuntimeError, match="one forward at a time"):
+        forward(model, ids[:, 50:], cache)
+    assert [layer.get_seq_length() for layer in cache.layers] == [50] * 4
+    expected = forward(llama(), ids, DynamicCache())[:, 50:]
+    close(forward(model, ids[:, 50:], cache), expected)
+
+
 # --- What transformers asks of a cache
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_says_that_it_cannot_be_copied(copied: Any) -> None:
+    with pytest.raises(TypeError, match="an IceCache cannot be copied or pickled"):
+        copied(IceCache(llama()))
 
 
 def test_crop_removes_keeps_or_does_nothing() -> None:

@@ -1,6 +1,7 @@
 """`IceConfig`: every option is validated, by name, and reaches the core."""
 
 import dataclasses
+from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -89,9 +90,14 @@ def test_whole_pages_have_no_tail():
         IceConfig(selection="pages")
 
 
-@pytest.mark.parametrize("value", [0.001, 0.5, 1, 1.0, np.float64(0.25)])
+@pytest.mark.parametrize(
+    "value",
+    [0.001, 0.5, 1, 1.0, np.float64(0.25), np.float32(0.5), np.float16(0.1), Fraction(1, 3)],
+)
 def test_the_open_fraction_is_a_share(value):
-    assert IceConfig(open_fraction=value).open_fraction == value
+    fraction = IceConfig(open_fraction=value).open_fraction
+    assert fraction == float(value) and type(fraction) is float
+    assert LayerCache(1, 1, 3, IceConfig(open_fraction=value)).config.open_fraction == fraction
 
 
 @pytest.mark.parametrize("value", [0, 0.0, -0.5, 1.0001, 2, np.nan, np.inf])
@@ -102,7 +108,7 @@ def test_the_open_fraction_is_above_0_and_at_most_1(value):
         IceConfig(open_fraction=value)
 
 
-@pytest.mark.parametrize("value", [True, "0.5", None, [0.5]])
+@pytest.mark.parametrize("value", [True, "0.5", None, [0.5], 0.5j, np.array([0.5])])
 def test_the_open_fraction_is_a_number(value):
     with pytest.raises(TypeError, match="open_fraction must be a number"):
         IceConfig(open_fraction=value)
@@ -155,8 +161,9 @@ def test_the_paper():
             **{
                 name: st.integers(least, 2**31 - 1)
                 for name, least in LEAST.items()
-                if name != "num_threads"
+                if name not in ("num_threads", "refine_passes")
             },
+            "refine_passes": st.integers(0, 9),  # each takes its time
             "open_fraction": st.floats(1e-30, 1.0),
             "summary_dtype": st.sampled_from(CHOICES["summary_dtype"]),
             "tail": st.sampled_from(CHOICES["tail"]),

@@ -559,3 +559,67 @@ def test_it_says_what_it_is():
     )
     keys, values = layer.gather()
     assert keys.shape == values.shape == (2, 0, 20)
+
+
+def test_decode_before_prefill_is_the_first_prefill():
+    problem = make_problem("numpy-f32", n=3)
+    layer = problem.layer()
+    assert_close(layer.decode(*problem.rows(0, 3)), problem.exact(0, 3), problem.v)
+    assert layer.seq_len == 3 and layer.stats().steps == 3
+
+
+@pytest.mark.parametrize("back", [1, 30, 300])
+def test_a_step_that_is_cropped_away_is_not_shown(back):
+    problem = make_problem("numpy-f32", n=600)
+    layer = prefilled(problem, 590, token_budget=4)
+    fresh = layer.stats()
+    assert fresh.tokens_exact == fresh.error_estimate == 0 and layer.selected()[0].size == 0
+    decode_each(layer, problem, 590, 600)
+    step, selected = layer.stats(), layer.selected()
+    assert step.tokens_exact > 0
+    layer.crop(600)
+    assert layer.stats() == step and np.array_equal(layer.selected(), selected)
+    layer.crop(600 - back)
+    stats = layer.stats()
+    for name in ("tokens_exact", "key_rows_read", "value_rows_read", "mass_exact"):
+        assert getattr(stats, name) == 0, name
+    assert stats.error_estimate == 0 and all(p.size == 0 for p in layer.selected())
+    layer.decode(*problem.rows(600 - back, 601 - back))
+    assert layer.stats().tokens_exact > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, dict(tail="drop", open_fraction=0.1), dict(selection="pages", tail="drop")],
+    ids=str,
+)
+@pytest.mark.parametrize("budget", [1, 16])
+@pytest.mark.parametrize("size", [1e10, 1e20, 1e30, 3e38])
+def test_huge_queries_see_the_keys_that_match_best(size, budget, options):
+    problem = make_problem("numpy-f32", kv_heads=1, group=2, dim=16, n=700)
+    huge = problem.q / np.abs(problem.q).max() * np.float32(size)
+    problem = replace(problem, q=huge.astype(np.float32))
+    layer = prefilled(problem, 690, token_budget=budget, **options)
+    out = layer.decode(*problem.rows(690, 700))
+    stats = layer.stats()
+    assert np.isfinite(out).all() and np.isfinite(stats.error_estimate)
+    assert 0 <= stats.mass_exact <= 1 + 1e-5
+    # A softmax of one key, unless several are equally near.
+    exact = tensor(layer.attend_exact(problem.q[:, 690:]))
+    logits = tensor(problem.q[:, 690:]) @ tensor(problem.k[0]).T
+    logits += torch.full((10, 700), -torch.inf, dtype=torch.float64).triu(691)
+    best, first = logits.topk(2)
+    clear = (best[..., 0] - best[..., 1]) > 1e-4 * best[..., 0].abs()
+    assert clear.any() and torch.isfinite(exact).all()
+    assert torch.allclose(exact[clear], tensor(problem.v[0])[first[..., 0]][clear], atol=1e-5)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_family_that_regroups_unevenly_is_not_left_over_full(seed):
+    # Found at seed 2: of the two halves of a node, one still had too many children.
+    rows = np.random.default_rng(seed).standard_normal((1, 12_000, 16)).astype(np.float32)
+    layer = LayerCache(1, 1, 16, IceConfig(refine_passes=0, dense_below=0))
+    layer.prefill(rows[:, :6000], rows[:, :6000])
+    new = rows[:, 6000 : 6200 + 200 * seed]
+    layer.append(new, new)
+    layer.check()

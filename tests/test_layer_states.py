@@ -2,9 +2,11 @@
 
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import assume, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -222,6 +224,80 @@ def test_several_threads_on_one_cache(tokens):
     assert layer.stats().steps >= decoders * steps
     keys, _ = layer.gather()
     assert same(keys, np.concatenate([problem.k[:, :tokens], *[k] * (decoders * steps)], axis=1))
+
+
+def test_calls_of_many_threads_are_some_serial_order_of_whole_calls():
+    # Every key says which call of which thread stored it, and as which of its rows. One value of
+    # each call is 1, the others 0, and queries are 0: a prefill's output is the share of ones in
+    # what it saw.
+    base, dim, calls = 500, 16, 30
+    problem = make_problem("torch-f32", kv_heads=1, group=1, dim=dim, n=base)
+    layer = prefilled(replace(problem, v=torch.zeros_like(problem.v)), base, token_budget=8)
+    failures, seen = [], {}
+    jobs = ["prefill", "prefill", "decode", "append", "crop", "look"]
+    start = threading.Barrier(len(jobs))
+
+    def rows(thread, call, n):
+        k, v = torch.zeros(2, 1, n, dim)
+        k[0, :, 0], k[0, :, 1], k[0, :, 2] = thread, call, torch.arange(n)
+        v[0, 0, 0] = 1
+        return k, v
+
+    def work(thread, job):
+        start.wait()
+        for call in range(calls):
+            n = 1 + (7 * call + thread) % 40
+            k, v = rows(thread, call, n)
+            if job == "prefill":
+                out = layer.prefill(k, v, torch.zeros(1, n, dim))
+                seen[thread, call] = out[0, -1, 0]
+            elif job == "decode":
+                assert torch.isfinite(layer.decode(k, k, v)).all()
+            elif job == "append":
+                layer.append(k, v)
+            elif job == "crop" and call % 10 == 0:
+                layer.crop(base)
+            else:
+                layer.check()
+                stats = layer.stats()
+                assert stats.sink_tokens + stats.tree_tokens + stats.window_tokens == stats.seq_len
+                keys, values = layer.gather()
+                assert keys.shape == values.shape
+                assert torch.isfinite(layer.attend_exact(k[:, :1])).all()
+
+    def run(*job):
+        try:
+            work(*job)
+        except BaseException as failure:
+            failures.append(failure)
+
+    threads = [threading.Thread(target=run, args=job) for job in enumerate(jobs)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not failures, failures
+    layer.check()
+    keys, _ = layer.gather()
+    assert same(keys[:, :base], problem.k)
+    at, last = base, {}
+    while at < layer.seq_len:
+        thread, call, row = keys[0, at, :3].int().tolist()
+        n = 1 + (7 * call + thread) % 40
+        assert row == 0 and same(keys[:, at : at + n], rows(thread, call, n)[0])
+        assert call == last.get(thread, call - 1) + 1  # in order, and none left out
+        last[thread] = call
+        at += n
+        if jobs[thread] == "prefill":
+            ones = len([k for k in keys[0, base:at] if k[2] == 0])
+            assert seen[thread, call] == pytest.approx(ones / at, rel=1e-4)
+    assert all(call == calls - 1 for call in last.values())
+    assert at == layer.seq_len
 
 
 def test_many_caches_at_once_are_each_as_if_alone():

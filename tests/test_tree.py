@@ -1,5 +1,7 @@
 """`DciTree` against brute force in NumPy."""
 
+import copy
+import pickle
 import threading
 
 import numpy as np
@@ -215,7 +217,7 @@ BAD_CALLS = {
     "another dtype": (
         lambda t: t.insert(np.zeros((2, 8), np.float16)),
         TypeError,
-        "keys must be f32 like the cache, got f16",
+        "keys must be f32 like what is stored, got f16",
     ),
     "float64": (lambda t: t.insert(np.zeros((2, 8))), TypeError, "got float64"),
     "bare uint16": (lambda t: t.insert(np.zeros((2, 8), np.uint16)), TypeError, "ml_dtypes"),
@@ -223,12 +225,17 @@ BAD_CALLS = {
     "NaN": (
         lambda t: t.insert(np.array([[0.0] * 8, [0.0] * 7 + [np.nan]], np.float32)),
         ValueError,
-        "keys must be finite, got NaN at head 0, token 1",
+        "keys must be finite, got NaN in row 1",
     ),
     "an infinite query": (
         lambda t: t.search(np.full((1, 8), -np.inf, np.float32), 1),
         ValueError,
         "queries must be finite, got -inf",
+    ),
+    "a query of NaN": (
+        lambda t: t.exact_search(np.array([[0.0] * 8] * 2 + [[np.nan] * 8], np.float32), 1),
+        ValueError,
+        "queries must be finite, got NaN in row 2",
     ),
     "query width": (
         lambda t: t.search(np.zeros((1, 9), np.float32), 1),
@@ -376,6 +383,23 @@ def test_several_threads_search_and_insert():
     tree.check()
     ids, scores = tree.exact_search(keys[:5], 3)
     assert_finds_the_best(ids, scores, keys, keys[:5], 3)
+
+
+@pytest.mark.parametrize("size", [1e20, 1e30])
+def test_huge_queries_find_what_their_directions_find(size):
+    keys, queries = make_keys("numpy-f32", 900, 8), make_keys("numpy-f32", 30, 8, seed=1)
+    tree = DciTree(8)
+    tree.insert(keys)
+    for search in (tree.search, tree.exact_search):
+        ids, scores = search((queries * size).astype(np.float32), 4)
+        assert np.isfinite(scores).all()
+        assert np.mean(ids == search(queries, 4)[0]) > 0.95  # ties may swap
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, pickle.dumps])
+def test_it_says_that_it_cannot_be_copied(copied):
+    with pytest.raises(TypeError, match="a DciTree cannot be copied or pickled"):
+        copied(DciTree(8))
 
 
 def test_no_queries():

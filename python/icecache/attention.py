@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 import weakref
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -26,6 +27,12 @@ ATTENTION_NAME = "icecache"
 """The name under which transformers knows the attention function."""
 
 _KEYWORD = "icecache_layer"
+
+TAKEN_OVER = (
+    "expected one forward at a time on this cache, got one of another thread in between: "
+    "give each sequence a cache of its own"
+)
+"""What a forward is told whose cache another thread has used meanwhile."""
 
 
 class LayerStore(Protocol):
@@ -78,11 +85,14 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_sliding = False
     is_croppable = True
 
-    def __init__(self, layer_index: int, factory: StoreFactory) -> None:
+    def __init__(
+        self, layer_index: int, factory: StoreFactory, lock: AbstractContextManager[Any]
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.store: LayerStore | None = None
         self.index = layer_index
         self._factory = factory
+        self._lock = lock  # the cache's
         self._scale: float | None = None
         self._waiting: _Waiting | None = None
 
@@ -127,23 +137,26 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         waiting = self._waiting
         return waiting is not None and key is waiting.keys and value is waiting.values
 
-    def attend(self, query: torch.Tensor, scale: float | None) -> torch.Tensor:
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+    ) -> torch.Tensor:
         """Stores the waiting rows and attends: exactly if told so or if nothing was stored.
 
-        query and output: `[1, q_heads, t, head_dim]`. If it fails, nothing is stored.
+        query and output: `[1, q_heads, t, head_dim]`; key, value: what `update` returned. If it
+        fails, nothing is stored.
         """
-        assert self._waiting is not None, "attend follows update"
-        waiting, self._waiting = self._waiting, None
-        q, k, v = query[0], waiting.keys[0], waiting.values[0]
-        store, before = self._open_store(q, k, scale), self.stored
-        try:
-            if waiting.exact or before == 0:
-                output = store.prefill(k, v, q)
-            else:
-                output = store.decode(q, k, v)
-        except BaseException:
-            self.keep(before)
-            raise
+        with self._lock:
+            if self._waiting is None or not self.waits_for(key, value):
+                raise RuntimeError(TAKEN_OVER)
+            exact, self._waiting = self._waiting.exact, None
+            q, k, v = query[0], key[0], value[0]
+            store, before = self._open_store(q, k, scale), self.stored
+            try:
+                dense = exact or before == 0
+                output = store.prefill(k, v, q) if dense else store.decode(q, k, v)
+            except BaseException:
+                self.keep(before)
+                raise
         attended: torch.Tensor = output.unsqueeze(0)
         return attended
 
@@ -277,7 +290,7 @@ def icecache_attention_forward(
     refuse_gradients(query)
     if attention_mask is not None:
         _require_causal(attention_mask, query, layer.get_seq_length())
-    return layer.attend(query, scaling).transpose(1, 2).contiguous(), None
+    return layer.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
 
 
 def refuse_gradients(*tensors: torch.Tensor) -> None:
@@ -299,7 +312,8 @@ def _take_over(key: torch.Tensor, value: torch.Tensor, kwargs: dict[str, Any]) -
     if not shown.waits_for(key, value):
         raise RuntimeError(
             "expected attention over the very keys and values that the cache's update returned, "
-            "once, got others: this model changes or reuses them, which icecache does not support"
+            "once, got others: this model changes or reuses them, which icecache does not support, "
+            "or another thread uses this cache too"
         )
     return shown
 
@@ -339,7 +353,8 @@ def _require_causal(mask: torch.Tensor, query: torch.Tensor, n: int) -> None:
     if not plain:
         raise ValueError(
             "expected a causal attention mask that hides no token, got one that hides some or "
-            "adds a bias: icecache does not support padding; pass one sequence without padding"
+            "adds a bias: icecache does not support padding; pass one sequence without padding, "
+            "and use a cache in one generate at a time"
         )
     _thread.causal_mask = weakref.ref(mask)
 

@@ -15,16 +15,24 @@ complete, and whatever an earlier layer holds beyond it comes from a forward tha
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from .attention import ATTENTION_NAME, IceLayer, LayerStore, StoreFactory, refuse_gradients
+from .attention import (
+    ATTENTION_NAME,
+    TAKEN_OVER,
+    IceLayer,
+    LayerStore,
+    StoreFactory,
+    refuse_gradients,
+)
 from .config import IceConfig
 from .layer import LayerCache
 from .stats import LayerStats
@@ -80,7 +88,8 @@ class IceCache(Cache):
     Raises `ValueError` if the model cannot be used: no full-attention layer is left to replace,
     layers share keys and values, or the attention function cannot be set. Later, at a forward,
     `ValueError` for a batch above 1, padding, gradients, or attention features that it lacks, and
-    `RuntimeError` if the model's attention implementation is not "icecache" any more.
+    `RuntimeError` if the model's attention implementation is not "icecache" any more. A forward
+    that another thread's forward interrupts raises `RuntimeError` too, and stores nothing.
     """
 
     def __init__(
@@ -100,13 +109,18 @@ class IceCache(Cache):
         owner = _attention_owner(model)
         self._text_config: PreTrainedConfig = owner.config
         layers, kinds = _plain_layers(owner)
+        self._lock = threading.RLock()
         factory = layer_factory or _layer_cache_factory(self.config)
         for index, kind in kinds.items():
             if kind == _FULL and index >= self.config.dense_layers:
-                layers[index] = IceLayer(index, factory)
+                layers[index] = IceLayer(index, factory, self._lock)
         super().__init__(layers=layers)
         self.layers: list[Any]
-        self._last_index = max(kinds, default=0)
+        self._first_index, self._last_index = min(kinds, default=0), max(kinds, default=0)
+        # Of the last forward: its thread, unless it was rolled back, and by how much its positions
+        # were ahead of the tokens stored (None: unknown).
+        self._owner: int | None = None
+        self._ahead: int | None = None
         self._force_exact: bool | None = None
         self._last_updated: IceLayer | None = None
         self._before: dict[int, dict[str, Any]] = {}
@@ -166,23 +180,45 @@ class IceCache(Cache):
         if key_states.shape[0] != 1:
             raise ValueError(f"icecache holds one sequence: got a batch of {key_states.shape[0]}")
         refuse_gradients(key_states, value_states)
-        self._roll_back(layer_idx)
-        if self._last_updated is not None and self._last_updated.is_waiting:
-            raise RuntimeError(
-                f"expected attention on layer {self._last_updated.index} before layer {layer_idx}, "
-                "got none: this model's attention does not go through AttentionInterface"
-            )
-        layer = self.layers[layer_idx]
-        if isinstance(layer, IceLayer):
-            t = key_states.shape[2]
-            exact = t > self.config.sparse_max_queries
-            kwargs["exact"] = exact if self._force_exact is None else self._force_exact
-            self._last_updated = layer
-        elif _is_sliding(layer):
-            # It drops what leaves its window, so only a copy of its state can undo a failure.
-            self._before[layer_idx] = dict(vars(layer))
-        keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        with self._lock:
+            self._enter(layer_idx, (kwargs.get("kwargs") or {}).get("position_ids"))
+            if self._last_updated is not None and self._last_updated.is_waiting:
+                raise RuntimeError(
+                    f"expected attention on layer {self._last_updated.index} before layer "
+                    f"{layer_idx}, got none: this model's attention does not go through "
+                    "AttentionInterface"
+                )
+            layer = self.layers[layer_idx]
+            if isinstance(layer, IceLayer):
+                t = key_states.shape[2]
+                exact = t > self.config.sparse_max_queries
+                kwargs["exact"] = exact if self._force_exact is None else self._force_exact
+                self._last_updated = layer
+            elif _is_sliding(layer):
+                # It drops what leaves its window, so only a copy of its state can undo a failure.
+                self._before[layer_idx] = dict(vars(layer))
+            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         return keys, values
+
+    def _enter(self, layer_idx: int, positions: torch.Tensor | None) -> None:
+        """Lets a forward of this thread go on to a layer, if no other thread has come between.
+
+        positions: those of the new tokens, `[1, t]`, where the model shows them. After a change of
+        threads they must go on where the last forward ended: a `generate` counts them by itself,
+        and so notices that it is not alone.
+        """
+        self._roll_back(layer_idx)
+        thread, ahead = threading.get_ident(), None
+        if layer_idx == self._first_index:
+            length = self.get_seq_length()
+            if positions is not None and positions.ndim == 2:
+                ahead = int(positions[0, 0]) - length
+            known = None not in (ahead, self._ahead)
+            if length and known and ahead != self._ahead and thread != self._owner:
+                raise RuntimeError(TAKEN_OVER)
+            self._owner, self._ahead = thread, ahead
+        elif thread != self._owner:
+            raise RuntimeError(TAKEN_OVER)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache: what the last complete forward left, the same for every layer."""
@@ -191,8 +227,9 @@ class IceCache(Cache):
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that the next mask of a layer is about."""
-        self._roll_back(layer_idx)
-        length, offset = super().get_mask_sizes(query_length, layer_idx)
+        with self._lock:
+            self._roll_back(layer_idx)
+            length, offset = super().get_mask_sizes(query_length, layer_idx)
         return length, offset
 
     def crop(self, tokens: int) -> None:
@@ -201,20 +238,23 @@ class IceCache(Cache):
         Raises what transformers raises where a sliding layer has dropped what it would need.
         """
         tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
-        self._roll_back()
-        length = self.get_seq_length()
-        removed = min(-tokens, length) if tokens <= 0 else max(length - tokens, 0)
-        # Sliding layers may refuse, so they come first.
-        for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
-            # `crop(0)` empties a layer of transformers 5.4, and trims one that records its past.
-            if removed or getattr(layer, "record_past", False):
-                layer.crop(-removed)
+        with self._lock:
+            self._roll_back()
+            length = self.get_seq_length()
+            removed = min(-tokens, length) if tokens <= 0 else max(length - tokens, 0)
+            # Sliding layers may refuse, so they come first.
+            for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
+                # `crop(0)` empties a layer of transformers 5.4 and trims one that records its past.
+                if removed or getattr(layer, "record_past", False):
+                    layer.crop(-removed)
 
     def reset(self) -> None:
         """Forgets everything; the layers stay."""
-        for layer in self.layers:
-            layer.reset()
-        self._before.clear()
+        with self._lock:
+            for layer in self.layers:
+                layer.reset()
+            self._before.clear()
+            self._owner = None
 
     def stats(self) -> CacheStats:
         """Sizes, and what the last step read, per layer and for the whole cache."""
@@ -264,6 +304,7 @@ class IceCache(Cache):
         ahead = {index: layer for index, layer in enumerate(self.layers) if is_ahead(layer)}
         if not ahead:
             return
+        self._owner = None
         _logger.warning(
             "the last forward failed before its last layer: %d layers go back to %d tokens",
             len(ahead),
@@ -282,6 +323,9 @@ class IceCache(Cache):
                     f"expected layer {index} to go back to {length} tokens after a failed forward, "
                     f"got {layer.get_seq_length()} ({layer!r}): call cache.reset() and start over"
                 )
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("an IceCache cannot be copied or pickled: it belongs to a model's config")
 
 
 @contextmanager

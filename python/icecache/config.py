@@ -5,6 +5,7 @@ PARAMETERS.md has a paragraph on each option: what it does, when to change it, w
 
 from __future__ import annotations
 
+import numbers
 import operator
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -25,6 +26,13 @@ def require_int(name: str, value: Any, low: int) -> int:
     if not low <= number < 2**31:
         raise ValueError(f"{name} must be between {low} and {2**31 - 1}, got {number}")
     return number
+
+
+def require_real(name: str, value: Any) -> float:
+    """`value`, any real number but a bool, as a float; the error names it."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number, got {value!r}")
+    return float(value)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,11 +103,10 @@ class IceConfig:
             self._require_int("page_capacity", self.page_size)
         if self.num_threads is not None:
             self._require_int("num_threads", 1)
-        fraction = self.open_fraction
-        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
-            raise TypeError(f"open_fraction must be a number, got {fraction!r}")
+        fraction = require_real("open_fraction", self.open_fraction)
+        object.__setattr__(self, "open_fraction", fraction)
         if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"open_fraction must be above 0 and at most 1, got {fraction!r}")
+            raise ValueError(f"open_fraction must be above 0 and at most 1, got {fraction}")
         for name, allowed in (
             ("selection", _SELECTIONS),
             ("tail", _TAILS),

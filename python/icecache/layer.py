@@ -7,12 +7,15 @@ decode:  store, attend to sink, window and the tokens that the index finds, merg
 
 from __future__ import annotations
 
+import threading
+from typing import NoReturn
+
 import numpy as np
 import numpy.typing as npt
 
 from . import _icecache
 from .arrays import Array, Operand, is_tensor, operand, result, same_dtype, stored
-from .config import IceConfig, require_int
+from .config import IceConfig, require_int, require_real
 from .sdpa import attend_causal
 from .stats import LayerStats
 
@@ -26,7 +29,8 @@ class LayerCache:
     `h // (num_q_heads // num_kv_heads)`. Rotary embedding is already applied. Outputs have the kind
     and dtype of `q` and are accumulated in float32.
 
-    Every error (`ValueError`, `TypeError`) is raised before anything is changed.
+    Every error (`ValueError`, `TypeError`) is raised before anything is changed, and Ctrl-C during
+    a long call takes back what it appended. Calls from several threads take turns.
 
     Args:
         num_q_heads: query heads, a multiple of `num_kv_heads`.
@@ -53,9 +57,7 @@ class LayerCache:
         if config is not None and not isinstance(config, IceConfig):
             raise TypeError(f"config must be an IceConfig, got {config!r}")
         self.config = IceConfig() if config is None else config
-        if scale is not None and (isinstance(scale, bool) or not isinstance(scale, (int, float))):
-            raise TypeError(f"scale must be a number or None, got {scale!r}")
-        self.scale = float(self.head_dim**-0.5 if scale is None else scale)
+        self.scale = self.head_dim**-0.5 if scale is None else require_real("scale", scale)
         self._core = _icecache.Layer(
             self.num_q_heads,
             self.num_kv_heads,
@@ -65,6 +67,8 @@ class LayerCache:
             self.config,
         )
         self._tensors = False
+        # One call at a time: a prefill of tensors is several calls of the core.
+        self._lock = threading.RLock()
 
     def prefill(self, k: Array, v: Array, q: Array | None = None) -> Array | None:
         """Appends `k` and `v` and indexes them; may be called repeatedly.
@@ -74,21 +78,24 @@ class LayerCache:
         """
         keys, values = operand("k", k, 3), operand("v", v, 3)
         if q is None:
-            self._core.prefill(keys.array, values.array, same_dtype(k=keys, v=values))
-            self._tensors = is_tensor(k)
+            dtype = same_dtype(k=keys, v=values)
+            with self._lock:
+                self._core.prefill(keys.array, values.array, dtype)
+                self._tensors = is_tensor(k)
             return None
         queries = operand("q", q, 3)
         dtype = same_dtype(q=queries, k=keys, v=values)
-        if is_tensor(q) and is_tensor(k) and is_tensor(v):
-            self._core.validate(queries.array, keys.array, values.array, dtype)
-            past = self.gather() if self.seq_len else None
-            out = attend_causal(q.detach(), k.detach(), v.detach(), past, self.scale)
-            self._core.prefill(keys.array, values.array, dtype)
-        else:
-            rows = self._output(queries)
-            self._core.prefill(keys.array, values.array, dtype, queries.array, rows)
-            out = result(rows, q)
-        self._tensors = is_tensor(k)
+        with self._lock:
+            if is_tensor(q) and is_tensor(k) and is_tensor(v):
+                self._core.validate(queries.array, keys.array, values.array, dtype)
+                past = self.gather() if self.seq_len else None
+                out = attend_causal(q.detach(), k.detach(), v.detach(), past, self.scale)
+                self._core.prefill(keys.array, values.array, dtype)
+            else:
+                rows = self._output(queries)
+                self._core.prefill(keys.array, values.array, dtype, queries.array, rows)
+                out = result(rows, q)
+            self._tensors = is_tensor(k)
         return out
 
     def decode(self, q: Array, k: Array, v: Array) -> Array:
@@ -97,15 +104,18 @@ class LayerCache:
         queries, keys, values = operand("q", q, 3), operand("k", k, 3), operand("v", v, 3)
         dtype = same_dtype(q=queries, k=keys, v=values)
         out = self._output(queries)
-        self._core.decode(queries.array, keys.array, values.array, dtype, out)
-        self._tensors = is_tensor(k)
+        with self._lock:
+            self._core.decode(queries.array, keys.array, values.array, dtype, out)
+            self._tensors = is_tensor(k)
         return result(out, q)
 
     def append(self, k: Array, v: Array) -> None:
         """Appends positions as `decode` does, without attending."""
         keys, values = operand("k", k, 3), operand("v", v, 3)
-        self._core.append(keys.array, values.array, same_dtype(k=keys, v=values))
-        self._tensors = is_tensor(k)
+        dtype = same_dtype(k=keys, v=values)
+        with self._lock:
+            self._core.append(keys.array, values.array, dtype)
+            self._tensors = is_tensor(k)
 
     def attend(self, q: Array) -> Array:
         """Attends sparsely with the queries of the last stored positions, without appending.
@@ -120,14 +130,11 @@ class LayerCache:
 
     def gather(self) -> tuple[Array, Array]:
         """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
-        keys, values = self._core.gather()
-        dtype = self._core.dtype or "f32"
-        # Not `seq_len`: another thread may have appended since.
-        shape = (self.num_kv_heads, keys.size // (self.num_kv_heads * self.head_dim), self.head_dim)
-        return (
-            stored(keys, dtype, self._tensors, shape),
-            stored(values, dtype, self._tensors, shape),
-        )
+        with self._lock:
+            keys, values = self._core.gather()
+            dtype, tensors = self.dtype or "f32", self._tensors
+            shape = (self.num_kv_heads, self.seq_len, self.head_dim)
+        return stored(keys, dtype, tensors, shape), stored(values, dtype, tensors, shape)
 
     def crop(self, n: int) -> None:
         """Keeps the first `n` tokens.
@@ -137,47 +144,62 @@ class LayerCache:
         """
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
             raise ValueError(f"crop keeps the first n tokens: n must be at least 0, got {n!r}")
-        if n > self.seq_len:
-            raise ValueError(
-                f"crop keeps the first n tokens: n must be at most {self.seq_len}, got {n}"
-            )
-        self._core.crop(int(n))
+        with self._lock:
+            if n > (most := self.seq_len):
+                raise ValueError(
+                    f"crop keeps the first n tokens: n must be at most {most}, got {n}"
+                )
+            self._core.crop(int(n))
 
     def reset(self) -> None:
         """Forgets everything, the dtype too."""
-        self._core.reset()
+        with self._lock:
+            self._core.reset()
 
     def check(self) -> None:
         """Verifies every invariant of the index; `RuntimeError` names the first that is broken."""
-        self._core.check()
+        with self._lock:
+            self._core.check()
 
     @property
     def seq_len(self) -> int:
         """Tokens stored."""
-        return self._core.seq_len
+        with self._lock:
+            return self._core.seq_len
 
     @property
     def dtype(self) -> str | None:
         """One of "f32", "f16" and "bf16"; None while nothing is stored."""
-        return self._core.dtype
+        with self._lock:
+            return self._core.dtype
 
     def selected(self) -> list[npt.NDArray[np.int64]]:
         """Per KV head the positions, ascending, that the last step attended to exactly: sink,
         window and selected."""
-        return [np.asarray(positions, np.int64) for positions in self._core.selected()]
+        with self._lock:
+            heads = self._core.selected()
+        return [np.asarray(positions, np.int64) for positions in heads]
 
     def stats(self) -> LayerStats:
         """Sizes, and what the last step read."""
-        return LayerStats(**self._core.stats())
+        with self._lock:
+            return LayerStats(**self._core.stats())
 
     def _attend(self, q: Array, exact: bool) -> Array:
         queries = operand("q", q, 3)
         out = self._output(queries)
-        self._core.attend(queries.array, queries.dtype, out, exact)
+        with self._lock:
+            self._core.attend(queries.array, queries.dtype, out, exact)
         return result(out, q)
 
     def _output(self, queries: Operand) -> npt.NDArray[np.float32]:
         return np.empty((self.num_q_heads, queries.array.shape[1], self.head_dim), np.float32)
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a LayerCache cannot be copied or pickled: gather() its keys and values and prefill "
+            "another with them"
+        )
 
     def __repr__(self) -> str:
         return (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -135,6 +136,9 @@ class DciTree:
         if array.ndim != 2 or array.shape[1] != self.dim:
             raise ValueError(f"{name} must have shape [n, {self.dim}], got {list(array.shape)}")
         return array
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a DciTree cannot be copied or pickled: insert its keys into another")
 
     def __repr__(self) -> str:
         return f"DciTree(dim={self.dim}, keys={len(self)})"

@@ -2,7 +2,7 @@
 
 use crate::rows::Dtype;
 
-/// An error of the cache or the index. Whatever the variant, what was stored before is intact.
+/// An error of the cache or the index. What was stored before is intact, unless it is `Poisoned`.
 #[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum Error {
     /// An option is outside its range.
@@ -20,7 +20,7 @@ pub enum Error {
         got: String,
     },
     /// An array has another element type than what is stored.
-    #[error("{what} must be {expected} like the cache, got {got}")]
+    #[error("{what} must be {expected} like what is stored, got {got}")]
     Dtype {
         what: &'static str,
         expected: Dtype,
@@ -32,6 +32,13 @@ pub enum Error {
         what: &'static str,
         head: usize,
         token: usize,
+        value: f32,
+    },
+    /// The same in a plain matrix.
+    #[error("{what} must be finite, got {value} in row {row}")]
+    NotFiniteRow {
+        what: &'static str,
+        row: usize,
         value: f32,
     },
     /// Attention needs at least one stored token.
@@ -53,7 +60,10 @@ pub enum Error {
     /// `check()` found a broken invariant: a defect of the library, please report it.
     #[error("broken invariant: {0}")]
     Invariant(String),
-    /// An earlier panic left this object in an unknown state.
+    /// The caller gave up on a long call.
+    #[error("interrupted")]
+    Interrupted,
+    /// A panic, now or earlier, left this object in an unknown state.
     #[error("internal error, please report it; this object cannot be used any more: {0}")]
     Poisoned(String),
 }

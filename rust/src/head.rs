@@ -8,9 +8,10 @@ use crate::config::{Options, Selection as Mode, Tail};
 use crate::error::{Error, Result};
 use crate::ids::KeyId;
 use crate::index::FIRST_BULK;
-use crate::rows::{Dtype, RowStore, Rows, Strided};
+use crate::rows::{Dtype, RowStore, Rows, Strided, norm};
 use crate::select::Selection;
 use crate::simd;
+use crate::threads::Workers;
 use crate::tree::Tree;
 use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
@@ -25,6 +26,8 @@ const EXACT_ROWS: usize = 256;
 /// What the last step of a head did, and what it estimates of its misses (DESIGN section 4).
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
 pub struct Step {
+    /// Tokens that it could see; 0: there was no step, or its token is gone.
+    pub visible: usize,
     /// Tokens attended exactly: sink, window and selected.
     pub tokens_exact: usize,
     /// Keys and mean keys read.
@@ -107,11 +110,15 @@ impl Head {
 
     /// Positions attended exactly by the last step, ascending.
     pub fn selected(&self) -> Vec<KeyId> {
+        if self.step.visible == 0 {
+            return Vec::new();
+        }
         let window = self.window_start as KeyId..self.len() as KeyId;
         let mut positions: Vec<KeyId> = (0..self.sink_len() as KeyId).collect();
         positions.extend_from_slice(&self.selected);
         positions.extend(window);
         positions.sort_unstable();
+        positions.dedup(); // a deep crop may have put selected ones back into the window
         positions
     }
 
@@ -119,43 +126,53 @@ impl Head {
 
     /// Appends one token. First the oldest of a full window moves into the tree: a step that is
     /// cropped away and done again leaves the state of having done it once.
-    pub fn append(&mut self, keys: Strided<'_>, values: Strided<'_>, i: usize, options: &Options) {
-        let most = options.window() + SLACK;
+    pub fn append(
+        &mut self,
+        keys: Strided<'_>,
+        values: Strided<'_>,
+        i: usize,
+        options: &Options,
+    ) -> Result<()> {
+        let (most, alone) = (options.window() + SLACK, Workers::steady(1));
         match self.tree {
             Some(_) if self.window_len() >= most => {
-                self.index(self.window_len() + 1 - most, options, 1)
+                self.index(self.window_len() + 1 - most, options, alone)?;
             }
             Some(_) => (),
-            None => self.settle(options, 1),
+            None => self.settle(options, alone)?,
         }
         self.store(keys, values, i, options);
+        Ok(())
     }
 
-    /// Appends tokens and indexes all but the window at once. `limit`: threads for a build.
+    /// Appends tokens and indexes all but the window at once. Fails only if the workers, those of
+    /// the build, are cancelled: see [`Head::settle`].
     pub fn append_bulk(
         &mut self,
         keys: Strided<'_>,
         values: Strided<'_>,
         options: &Options,
-        limit: usize,
-    ) {
+        workers: Workers<'_>,
+    ) -> Result<()> {
         // At once: growing step by step would leave holes in the heap.
         self.window_keys.reserve(keys.len);
         self.window_values.reserve(keys.len);
         (0..keys.len).for_each(|i| self.store(keys, values, i, options));
-        self.settle(options, limit);
+        self.settle(options, workers)
     }
 
-    /// Indexes what is beyond the window, if there is enough of it.
-    pub fn settle(&mut self, options: &Options, limit: usize) {
+    /// Indexes what is beyond the window, if there is enough of it. Cancelled, it leaves every
+    /// token stored, the rest of them in the window: a crop undoes the bulk.
+    pub fn settle(&mut self, options: &Options, workers: Workers<'_>) -> Result<()> {
         let least = if self.tree.is_some() {
             SLACK
         } else {
             FIRST_BULK
         };
-        if self.window_len() >= options.window() + least {
-            self.index(self.window_len() - options.window(), options, limit);
+        if self.window_len() < options.window() + least {
+            return Ok(());
         }
+        self.index(self.window_len() - options.window(), options, workers)
     }
 
     /// Appends one token to sink or window.
@@ -170,14 +187,20 @@ impl Head {
         }
     }
 
-    /// Moves the oldest `count` tokens of the window into the tree. A bulk as large as the tree
-    /// rebuilds it, so that chunks end with a tree as good as one built at once.
-    fn index(&mut self, count: usize, options: &Options, limit: usize) {
+    /// Moves the oldest `count` tokens of the window into the tree, or fewer if cancelled. A bulk as
+    /// large as the tree rebuilds it, so that chunks end with a tree as good as one built at once;
+    /// the old tree stays until the new one is complete.
+    fn index(&mut self, count: usize, options: &Options, workers: Workers<'_>) -> Result<()> {
         let first = self.window_start;
+        let mut moved = count;
         match &mut self.tree {
             Some(tree) if count < tree.len => {
                 let mut inserter = Inserter::new(self.key_dim, self.value_dim);
                 for i in 0..count {
+                    if workers.check().is_err() {
+                        moved = i;
+                        break;
+                    }
                     let (key, value) = (self.window_keys.row(i), self.window_values.row(i));
                     inserter.insert(tree, key, value, (first + i) as KeyId);
                 }
@@ -185,7 +208,7 @@ impl Head {
             }
             tree => {
                 let mut ids: Vec<KeyId> = (first as KeyId..(first + count) as KeyId).collect();
-                let rebuilt = tree.take().map(|tree| {
+                let rebuilt = tree.as_ref().map(|tree| {
                     let (mut old, mut keys, mut values) = tree.tokens_from(0);
                     for i in 0..count {
                         keys.push(self.window_keys.row(i));
@@ -204,21 +227,29 @@ impl Head {
                 };
                 let ids = &ids;
                 let tokens = Tokens { keys, values, ids };
-                *tree = Some(Tree::build(tokens, &options.tree, self.stream, limit));
+                *tree = Some(Tree::build(tokens, &options.tree, self.stream, workers)?);
             }
         }
-        self.window_keys.drop_front(count);
-        self.window_values.drop_front(count);
-        self.window_start += count;
+        self.window_keys.drop_front(moved);
+        self.window_values.drop_front(moved);
+        self.window_start += moved;
+        workers.check()
     }
 
-    /// Keeps the first `n` tokens. Within the window nothing else changes; deeper, the tokens go
-    /// from the leaves, and the last ones left become the window again.
+    /// Keeps the first `n` tokens, and forgets the last step if it was beyond them. Within the
+    /// window nothing else changes; deeper, the tokens go from the leaves, and the last ones left
+    /// become the window again.
     pub fn crop(&mut self, n: usize, options: &Options) {
-        self.selected.clear();
+        if n < self.step.visible {
+            self.selected.clear();
+            self.step = Step::default();
+        }
         if n > self.window_start || self.tree.is_none() && n >= self.window_start {
             self.window_keys.truncate(n - self.window_start);
             self.window_values.truncate(n - self.window_start);
+            // What is left of a bulk gives its memory back.
+            self.window_keys.drop_front(0);
+            self.window_values.drop_front(0);
             return;
         }
         self.window_keys.truncate(0);
@@ -345,6 +376,7 @@ impl Head {
             tree.for_each_token(|id, _, _| selected.push(id));
         }
         self.step = Step {
+            visible,
             tokens_exact: visible,
             key_rows: visible,
             value_rows: visible,
@@ -394,6 +426,7 @@ impl Head {
         let always = sink + window;
         self.selected.clear();
         self.step = Step {
+            visible,
             tokens_exact: always,
             key_rows: always,
             value_rows: always,
@@ -447,8 +480,7 @@ impl Head {
                     self.step.value_rows += count;
                     for (q, error) in errors.iter_mut().enumerate() {
                         let query = &queries[q * self.key_dim..][..self.key_dim];
-                        let norm = query.iter().map(|x| x * x).sum::<f32>();
-                        let per_radius = (norm / self.key_dim as f32).sqrt();
+                        let per_radius = norm(query) / (self.key_dim as f32).sqrt();
                         let weights = &part.weights[q * count..][..count];
                         let sum: f32 = weights
                             .iter()

@@ -6,11 +6,12 @@ use crate::exact;
 use crate::ids::KeyId;
 use crate::order::Best;
 use crate::rows::{Dtype, RowStore, Strided};
-use crate::threads;
+use crate::threads::Workers;
 use crate::tree::Tree;
 use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
 use crate::tree::search::{self, Frontier, View};
+use std::sync::atomic::AtomicBool;
 
 /// Keys of the first tree, which fix centring and transform. Until then every key is scanned.
 pub const FIRST_BULK: usize = 256;
@@ -77,8 +78,9 @@ impl Index {
         self.tree.as_ref().map_or(0, Tree::bytes) + self.waiting.as_ref().map_or(0, RowStore::bytes)
     }
 
-    /// Adds keys; their ids continue the count. A bulk as large as the tree rebuilds it.
-    pub fn insert(&mut self, keys: Strided<'_>) -> Result<()> {
+    /// Adds keys; their ids continue the count. A bulk as large as the tree rebuilds it. Once
+    /// `cancelled` is set it soon fails, and none of the keys are in.
+    pub fn insert(&mut self, keys: Strided<'_>, cancelled: &AtomicBool) -> Result<()> {
         self.check_keys("keys", keys)?;
         if let Some(expected) = self.dtype().filter(|&dtype| dtype != keys.dtype()) {
             return Err(Error::Dtype {
@@ -95,10 +97,15 @@ impl Index {
                 got: total,
             });
         }
+        let workers = Workers::new(self.threads, cancelled);
         match &mut self.tree {
             Some(tree) if keys.len < tree.len => {
                 let mut inserter = Inserter::new(self.dim, 0);
                 for i in 0..keys.len {
+                    if let Err(error) = workers.check() {
+                        tree.remove_from(first as KeyId);
+                        return Err(error);
+                    }
                     inserter.insert(
                         tree,
                         keys.row(i),
@@ -109,25 +116,28 @@ impl Index {
                 tree.refresh_crowds();
             }
             tree => {
-                let mut all = match tree {
-                    Some(tree) => tree.tokens_from(0).1,
-                    None => self
-                        .waiting
-                        .take()
-                        .unwrap_or_else(|| RowStore::new(keys.dtype(), self.dim)),
+                let mut all = match (tree, &self.waiting) {
+                    (Some(tree), _) => tree.tokens_from(0).1,
+                    (None, Some(waiting)) => waiting.clone(),
+                    (None, None) => RowStore::new(keys.dtype(), self.dim),
                 };
-                (0..keys.len).for_each(|i| all.push(keys.row(i)));
+                all.reserve(keys.len);
+                for i in 0..keys.len {
+                    workers.check()?;
+                    all.push(keys.row(i));
+                }
                 if all.len() < FIRST_BULK {
                     self.waiting = Some(all);
                 } else {
-                    self.tree = Some(self.build(&all));
+                    self.tree = Some(self.build(&all, workers)?);
+                    self.waiting = None;
                 }
             }
         }
         Ok(())
     }
 
-    fn build(&self, keys: &RowStore) -> Tree {
+    fn build(&self, keys: &RowStore, workers: Workers<'_>) -> Result<Tree> {
         let ids: Vec<KeyId> = (0..keys.len() as KeyId).collect();
         let tokens = Tokens {
             keys: keys.strided(),
@@ -139,7 +149,7 @@ impl Index {
             },
             ids: &ids,
         };
-        Tree::build(tokens, &self.options, 0, self.threads)
+        Tree::build(tokens, &self.options, 0, workers)
     }
 
     /// The `k` keys of largest inner product with each query, by M-DCI search or, with `exact`, by
@@ -152,6 +162,7 @@ impl Index {
         exact: bool,
         ids: &mut [i64],
         scores: &mut [f32],
+        cancelled: &AtomicBool,
     ) -> Result<Effort> {
         self.check_keys("queries", queries)?;
         struct Item<'a>(&'a mut [i64], &'a mut [f32], Effort);
@@ -159,7 +170,8 @@ impl Index {
         let mut items: Vec<_> = outputs
             .map(|(i, s)| Item(i, s, Effort::default()))
             .collect();
-        threads::for_each_mut(self.threads, &mut items, |i, item| {
+        let workers = Workers::new(self.threads, cancelled);
+        workers.for_each_mut(&mut items, |i, item| {
             let mut query = vec![0.0; self.dim];
             crate::rows::to_f32(queries.row(i), &mut query);
             let (mut best, mut frontier) = (Best::default(), Frontier::default());
@@ -173,7 +185,7 @@ impl Index {
             }
             item.2.keys_scored = best.scored();
             best.write(item.0, item.1);
-        });
+        })?;
         Ok(items.iter().fold(Effort::default(), |sum, item| Effort {
             nodes_scored: sum.nodes_scored + item.2.nodes_scored,
             keys_scored: sum.keys_scored + item.2.keys_scored,
@@ -194,12 +206,7 @@ impl Index {
         }
         match keys.not_finite() {
             None => Ok(()),
-            Some((token, value)) => Err(Error::NotFinite {
-                what,
-                head: 0,
-                token,
-                value,
-            }),
+            Some((row, value)) => Err(Error::NotFiniteRow { what, row, value }),
         }
     }
 }
@@ -210,6 +217,9 @@ mod tests {
     use crate::random::Random;
     use crate::rows::Elements;
     use proptest::prelude::*;
+    use std::sync::atomic::Ordering;
+
+    static NEVER: AtomicBool = AtomicBool::new(false);
 
     pub(crate) fn clustered(random: &mut Random, n: usize, dim: usize) -> Vec<f32> {
         let mut number = move || random.below(20001) as f32 / 10000.0 - 1.0;
@@ -246,7 +256,7 @@ mod tests {
             let mut all = Vec::new();
             for n in batches {
                 let keys = if twins { vec![0.25; n * dim] } else { clustered(&mut random, n, dim) };
-                index.insert(strided(&keys, dim)).unwrap();
+                index.insert(strided(&keys, dim), &NEVER).unwrap();
                 all.extend(keys);
                 prop_assert_eq!(index.check(), Ok(()));
                 prop_assert_eq!(index.len(), all.len() / dim);
@@ -255,14 +265,58 @@ mod tests {
             let query = &all[..dim];
             let (mut ids, mut scores) = (vec![0; k], vec![0.0; k]);
             let (mut want_ids, mut want) = (vec![0; k], vec![0.0; k]);
-            index.search(strided(query, dim), k, View(&[usize::MAX]), false, &mut ids, &mut scores).unwrap();
-            index.search(strided(query, dim), k, View(&[1]), true, &mut want_ids, &mut want).unwrap();
+            index.search(strided(query, dim), k, View(&[usize::MAX]), false, &mut ids, &mut scores, &NEVER).unwrap();
+            index.search(strided(query, dim), k, View(&[1]), true, &mut want_ids, &mut want, &NEVER).unwrap();
             prop_assert_eq!(&ids, &want_ids);
             prop_assert_eq!(&scores, &want);
             let brute = all.chunks(dim).map(|key| key.iter().zip(query).map(|(a, b)| a * b).sum::<f32>());
             let top = brute.fold(f32::NEG_INFINITY, f32::max);
             prop_assert!((want[0] - top).abs() <= 1e-4 * top.abs().max(1.0));
         }
+    }
+
+    /// Whenever it is cancelled: all keys are in, or none of them and nothing else has changed.
+    #[test]
+    fn a_cancelled_insertion_leaves_no_trace() {
+        let dim = 8;
+        let keys = clustered(&mut Random::new(3, 0), 12_000, dim);
+        let query = &keys[..dim];
+        let (mut done, mut cut) = (0, 0);
+        for (start, more) in [(0, 6000), (3000, 6000), (6000, 3000), (100, 100)] {
+            for round in 0..12 {
+                let mut index = Index::new(dim, TreeOptions::default(), 2).unwrap();
+                index
+                    .insert(strided(&keys[..start * dim], dim), &NEVER)
+                    .unwrap();
+                let best = |index: &Index| {
+                    let (mut ids, mut scores) = ([0; 5], [0.0; 5]);
+                    let (query, view) = (strided(query, dim), View(&[4]));
+                    index
+                        .search(query, 5, view, true, &mut ids, &mut scores, &NEVER)
+                        .unwrap();
+                    (ids, scores)
+                };
+                let before = best(&index);
+                let cancelled = AtomicBool::new(false);
+                let result = std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        std::thread::sleep(std::time::Duration::from_micros(100 << round));
+                        cancelled.store(true, Ordering::Relaxed);
+                    });
+                    index.insert(strided(&keys[start * dim..][..more * dim], dim), &cancelled)
+                });
+                assert_eq!(index.check(), Ok(()));
+                if result.is_ok() {
+                    done += 1;
+                    assert_eq!(index.len(), start + more);
+                } else {
+                    cut += 1;
+                    assert_eq!(result, Err(Error::Interrupted));
+                    assert_eq!((index.len(), best(&index)), (start, before));
+                }
+            }
+        }
+        assert!(done > 0 && cut > 10, "{done} done, {cut} cancelled");
     }
 
     /// Few distinct keys leave nodes of every level without children while a tree is built.
@@ -284,7 +338,7 @@ mod tests {
                 ..TreeOptions::default()
             };
             let mut index = Index::new(4, options, 1).unwrap();
-            index.insert(strided(&keys, 4)).unwrap();
+            index.insert(strided(&keys, 4), &NEVER).unwrap();
             assert_eq!(
                 index.check(),
                 Ok(()),
@@ -300,7 +354,7 @@ mod tests {
         let keys = clustered(&mut random, n, dim);
         let queries = clustered(&mut random, 64, dim);
         let mut index = Index::new(dim, TreeOptions::default(), 0).unwrap();
-        index.insert(strided(&keys, dim)).unwrap();
+        index.insert(strided(&keys, dim), &NEVER).unwrap();
         let (mut ids, mut want) = (vec![0; 64 * k], vec![0; 64 * k]);
         let mut scores = vec![0.0; 64 * k];
         let effort = index
@@ -311,6 +365,7 @@ mod tests {
                 false,
                 &mut ids,
                 &mut scores,
+                &NEVER,
             )
             .unwrap();
         index
@@ -321,6 +376,7 @@ mod tests {
                 true,
                 &mut want,
                 &mut scores,
+                &NEVER,
             )
             .unwrap();
         let found: usize = ids

@@ -5,11 +5,15 @@ use crate::error::{Error, Result};
 use crate::head::{Head, Scratch, Step};
 use crate::ids::KeyId;
 use crate::rows::{Buffer, Dtype, Elements, Strided, to_f32};
-use crate::threads;
+use crate::threads::Workers;
 use std::cell::RefCell;
+use std::sync::atomic::AtomicBool;
 
 /// Positions of one work item of exact attention.
 const EXACT_POSITIONS: usize = 4;
+
+/// Elements of a scaled query that are so large make a softmax of one key, or of equal ones.
+const LARGEST_QUERY: f32 = 1e30;
 
 /// Shape of a layer. Query head `h` reads KV head `h / group`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,6 +94,9 @@ impl Layer {
     }
 
     // ---- the two flows ------------------------------------------------------------------------
+    //
+    // Once `cancelled` is set a call soon fails with `Error::Interrupted`; what it had appended by
+    // then is gone again.
 
     /// Prefill. Appends `k` and `v`; with `q` and `out` also attends exactly to everything stored,
     /// each position to itself and what is before it; then indexes all but sink and window.
@@ -98,29 +105,27 @@ impl Layer {
         k: &Heads<'_>,
         v: &Heads<'_>,
         q: Option<(&Heads<'_>, &mut [f32])>,
+        cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         if let Some((q, out)) = &q {
             self.check_queries(q, n)?;
             self.check_output(n, out)?;
         }
-        self.start(k[0].dtype());
-        let (options, limit) = (&self.options, self.options.num_threads);
-        let Some((q, out)) = q else {
-            threads::for_each_mut(limit, &mut self.heads, |h, head| {
-                head.append_bulk(k[h], v[h], options, limit);
-            });
-            return Ok(());
-        };
-        threads::for_each_mut(limit, &mut self.heads, |h, head| {
-            (0..n).for_each(|i| head.store(k[h], v[h], i, options));
-        });
-        self.exact(q, out);
-        let options = &self.options;
-        threads::for_each_mut(limit, &mut self.heads, |_, head| {
-            head.settle(options, limit)
-        });
-        Ok(())
+        self.grow(k[0].dtype(), |layer| {
+            let workers = layer.workers(cancelled);
+            let Some((q, out)) = q else {
+                return layer.each_head(workers, |h, head, options| {
+                    head.append_bulk(k[h], v[h], options, workers)
+                });
+            };
+            layer.each_head(workers, |h, head, options| {
+                (0..n).for_each(|i| head.store(k[h], v[h], i, options));
+                Ok(())
+            })?;
+            layer.exact(q, out, workers)?;
+            layer.each_head(workers, |_, head, options| head.settle(options, workers))
+        })
     }
 
     /// The checks of a prefill with queries, for a caller that attends by itself.
@@ -137,28 +142,33 @@ impl Layer {
         k: &Heads<'_>,
         v: &Heads<'_>,
         out: &mut [f32],
+        cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         self.check_queries(q, n)?;
         self.check_output(n, out)?;
-        self.start(k[0].dtype());
         let first = self.seq_len();
-        self.sparse(q, n, out, |head, h, i, options| {
-            head.append(k[h], v[h], i, options);
-            first + i + 1
-        });
-        Ok(())
+        self.grow(k[0].dtype(), |layer| {
+            let workers = layer.workers(cancelled);
+            layer.sparse(q, n, out, workers, |head, h, i, options| {
+                head.append(k[h], v[h], i, options)?;
+                Ok(first + i + 1)
+            })
+        })
     }
 
     /// Appends as [`Layer::decode`] does, without attending.
-    pub fn append(&mut self, k: &Heads<'_>, v: &Heads<'_>) -> Result<()> {
+    pub fn append(&mut self, k: &Heads<'_>, v: &Heads<'_>, cancelled: &AtomicBool) -> Result<()> {
         let n = self.check_new(k, v)?;
-        self.start(k[0].dtype());
-        let options = &self.options;
-        threads::for_each_mut(options.num_threads, &mut self.heads, |h, head| {
-            (0..n).for_each(|i| head.append(k[h], v[h], i, options));
-        });
-        Ok(())
+        self.grow(k[0].dtype(), |layer| {
+            let workers = layer.workers(cancelled);
+            layer.each_head(workers, |h, head, options| {
+                (0..n).try_for_each(|i| {
+                    workers.check()?;
+                    head.append(k[h], v[h], i, options)
+                })
+            })
+        })
     }
 
     /// Attends sparsely with the queries of the last stored positions.
@@ -177,15 +187,43 @@ impl Layer {
             });
         }
         let first = self.seq_len() - n;
-        self.sparse(q, n, out, |_, _, i, _| first + i + 1);
-        Ok(())
+        let workers = Workers::steady(self.options.num_threads);
+        self.sparse(q, n, out, workers, |_, _, i, _| Ok(first + i + 1))
     }
 
     /// Attends exactly with the queries of the last stored positions.
-    pub fn attend_exact(&mut self, q: &Heads<'_>, out: &mut [f32]) -> Result<()> {
+    pub fn attend_exact(
+        &mut self,
+        q: &Heads<'_>,
+        out: &mut [f32],
+        cancelled: &AtomicBool,
+    ) -> Result<()> {
         self.check_last("attend_exact", q, out)?;
-        self.exact(q, out);
-        Ok(())
+        self.exact(q, out, self.workers(cancelled))
+    }
+
+    /// Runs what appends tokens; if it fails, they are gone again.
+    fn grow(&mut self, dtype: Dtype, work: impl FnOnce(&mut Self) -> Result<()>) -> Result<()> {
+        let before = self.seq_len();
+        self.start(dtype);
+        let result = work(self);
+        if result.is_err() {
+            self.crop(before)?;
+        }
+        result
+    }
+
+    /// Runs `work(kv head, head, options)` for every head. What fails was cancelled.
+    fn each_head(
+        &mut self,
+        workers: Workers<'_>,
+        work: impl Fn(usize, &mut Head, &Options) -> Result<()> + Sync,
+    ) -> Result<()> {
+        let options = &self.options;
+        workers.for_each_mut(&mut self.heads, |h, head| {
+            // The workers know of it.
+            let _ = work(h, head, options);
+        })
     }
 
     /// Steps of `n` positions: `ready(head, kv head, i, options)` makes position `i` of a head
@@ -195,18 +233,22 @@ impl Layer {
         q: &Heads<'_>,
         n: usize,
         out: &mut [f32],
-        ready: impl Fn(&mut Head, usize, usize, &Options) -> usize + Sync,
-    ) {
+        workers: Workers<'_>,
+        ready: impl Fn(&mut Head, usize, usize, &Options) -> Result<usize> + Sync,
+    ) -> Result<()> {
         let (group, dim) = (self.group(), self.shape.head_dim);
         let (options, scale) = (&self.options, self.scale);
         let outputs = out.chunks_mut((group * n * dim).max(1));
         let mut items: Vec<_> = self.heads.iter_mut().zip(outputs).collect();
-        threads::for_each_mut(options.num_threads, &mut items, |h, (head, out)| {
+        workers.for_each_mut(&mut items, |h, (head, out)| {
             SCRATCH.with_borrow_mut(|scratch| {
                 let mut queries = vec![0.0; group * dim];
                 let mut result = vec![0.0; group * dim];
                 for i in 0..n {
-                    let visible = ready(head, h, i, options);
+                    let (Ok(()), Ok(visible)) = (workers.check(), ready(head, h, i, options))
+                    else {
+                        return; // The workers know of it.
+                    };
                     for (g, query) in queries.chunks_exact_mut(dim).enumerate() {
                         scaled(q[h * group + g].row(i), scale, query);
                     }
@@ -220,17 +262,18 @@ impl Layer {
                     }
                 }
             });
-        });
+        })?;
         self.steps += n;
+        Ok(())
     }
 
     /// Exact attention of the last positions, in parallel over heads and blocks of positions.
-    fn exact(&self, q: &Heads<'_>, out: &mut [f32]) {
+    fn exact(&self, q: &Heads<'_>, out: &mut [f32], workers: Workers<'_>) -> Result<()> {
         let (group, dim, n) = (self.group(), self.shape.head_dim, q[0].len);
         let first = self.seq_len() - n;
         let blocks = n.div_ceil(EXACT_POSITIONS);
         let mut results: Vec<Vec<f32>> = vec![Vec::new(); self.heads.len() * blocks];
-        threads::for_each_mut(self.options.num_threads, &mut results, |item, result| {
+        workers.for_each_mut(&mut results, |item, result| {
             let (h, from) = (item / blocks, item % blocks * EXACT_POSITIONS);
             let positions = from..(from + EXACT_POSITIONS).min(n);
             let mut queries = vec![0.0; group * positions.len() * dim];
@@ -247,7 +290,7 @@ impl Layer {
             SCRATCH.with_borrow_mut(|scratch| {
                 self.heads[h].attend_exact(&queries, &visible, scratch, result);
             });
-        });
+        })?;
         for (item, result) in results.iter().enumerate() {
             let (h, from) = (item / blocks, item % blocks * EXACT_POSITIONS);
             let rows = result.len() / (group * dim);
@@ -256,6 +299,7 @@ impl Layer {
                 out[to..][..rows * dim].copy_from_slice(&result[g * rows * dim..][..rows * dim]);
             }
         }
+        Ok(())
     }
 
     // ---- the rest -----------------------------------------------------------------------------
@@ -270,11 +314,11 @@ impl Layer {
             self.reset();
             return Ok(());
         }
-        let options = &self.options;
-        threads::for_each_mut(options.num_threads, &mut self.heads, |_, head| {
+        let workers = Workers::steady(self.options.num_threads);
+        self.each_head(workers, |_, head, options| {
             head.crop(n, options);
-        });
-        Ok(())
+            Ok(())
+        })
     }
 
     /// Forgets everything, the dtype too.
@@ -320,6 +364,10 @@ impl Layer {
             return Err(Error::Invariant("heads of different lengths".into()));
         }
         self.heads.iter().try_for_each(Head::check)
+    }
+
+    fn workers<'a>(&self, cancelled: &'a AtomicBool) -> Workers<'a> {
+        Workers::new(self.options.num_threads, cancelled)
     }
 
     fn group(&self) -> usize {
@@ -420,8 +468,12 @@ impl Layer {
     }
 }
 
+/// A query as attention uses it. One beyond [`LARGEST_QUERY`] shrinks to it, so that its products
+/// do not overflow.
 fn scaled(row: Elements<'_>, scale: f32, out: &mut [f32]) {
     to_f32(row, out);
+    let largest = out.iter().fold(0.0f32, |a, x| a.max(x.abs()));
+    let scale = scale * (LARGEST_QUERY / scale.abs() / largest).min(1.0);
     out.iter_mut().for_each(|x| *x *= scale);
 }
 
@@ -430,5 +482,99 @@ fn config(option: &'static str, expected: String, got: impl ToString) -> Error {
         option,
         expected,
         got: got.to_string(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use std::sync::atomic::Ordering;
+    use std::time::Duration;
+
+    const DIM: usize = 8;
+
+    fn heads(rows: &[f32], from: usize, to: usize) -> Heads<'_> {
+        let row = |n: usize| n * DIM;
+        rows.chunks(rows.len() / 2)
+            .map(|head| Strided {
+                dim: DIM,
+                len: to - from,
+                stride: DIM,
+                elements: Elements::F32(&head[row(from)..row(to)]),
+            })
+            .collect()
+    }
+
+    fn contents(layer: &Layer) -> (Vec<u32>, Vec<u32>) {
+        let bits = |buffer: Buffer| match buffer {
+            Buffer::F32(x) => x.iter().map(|x| x.to_bits()).collect(),
+            _ => unreachable!("the rows are f32"),
+        };
+        let size = 2 * layer.seq_len() * DIM;
+        let (mut keys, mut values) = (
+            Buffer::zeros(Dtype::F32, size),
+            Buffer::zeros(Dtype::F32, size),
+        );
+        layer.gather(&mut keys, &mut values);
+        (bits(keys), bits(values))
+    }
+
+    /// Whenever it is cancelled: every token is in, or none of them and the others are as they were.
+    #[test]
+    fn a_cancelled_prefill_leaves_no_trace() {
+        let mut random = Random::new(5, 0);
+        let rows: Vec<f32> = (0..2 * 9000 * DIM)
+            .map(|_| random.below(2001) as f32 / 1000.0 - 1.0)
+            .collect();
+        let never = AtomicBool::new(false);
+        let shape = Shape {
+            q_heads: 2,
+            kv_heads: 2,
+            head_dim: DIM,
+        };
+        let (mut done, mut cut) = (0, 0);
+        // A first bulk, one into the window, one that rebuilds, one that goes in one by one.
+        for (start, more) in [(0, 5000), (50, 40), (2000, 5000), (5000, 3000)] {
+            for (round, append) in (0..12).flat_map(|round| [(round, false), (round, true)]) {
+                let options = Options {
+                    num_threads: 2,
+                    ..Options::default()
+                };
+                let mut layer = Layer::new(shape, 1.0, 0, options).unwrap();
+                if start > 0 {
+                    let first = heads(&rows, 0, start);
+                    layer.prefill(&first, &first, None, &never).unwrap();
+                }
+                let before = contents(&layer);
+                let new = heads(&rows, start, start + more);
+                let cancelled = AtomicBool::new(false);
+                let result = std::thread::scope(|scope| {
+                    scope.spawn(|| {
+                        std::thread::sleep(Duration::from_micros(100 << round));
+                        cancelled.store(true, Ordering::Relaxed);
+                    });
+                    match append {
+                        true => layer.append(&new, &new, &cancelled),
+                        false => layer.prefill(&new, &new, None, &cancelled),
+                    }
+                });
+                assert_eq!(layer.check(), Ok(()));
+                if result.is_ok() {
+                    done += 1;
+                    assert_eq!(layer.seq_len(), start + more);
+                } else {
+                    cut += 1;
+                    assert_eq!(result, Err(Error::Interrupted));
+                    assert_eq!(layer.seq_len(), start);
+                    assert_eq!(layer.dtype().is_some(), start > 0);
+                    assert!(contents(&layer) == before);
+                }
+                let next = heads(&rows, 8000, 8400);
+                layer.prefill(&next, &next, None, &never).unwrap();
+                assert_eq!(layer.check(), Ok(()));
+            }
+        }
+        assert!(done > 0 && cut > 10, "{done} done, {cut} cancelled");
     }
 }

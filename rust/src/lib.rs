@@ -26,6 +26,7 @@ pub mod error;
 pub mod ids;
 pub mod config;
 pub mod threads;
+pub mod guard;
 pub mod random;
 pub mod simd;
 pub mod transform;

@@ -148,6 +148,12 @@ pub fn to_f32(row: Elements<'_>, out: &mut [f32]) {
     typed!(Elements, row, x => out.iter_mut().zip(x).for_each(|(o, &v)| *o = Element::to_f32(v)));
 }
 
+/// Euclidean norm. Summed in f64, where the square of no f32 overflows.
+pub fn norm(row: &[f32]) -> f32 {
+    let squares = row.iter().map(|&x| f64::from(x) * f64::from(x));
+    squares.sum::<f64>().sqrt() as f32
+}
+
 /// The rows of one head inside an array of any strides whose rows are contiguous.
 #[derive(Debug, Clone, Copy)]
 pub struct Strided<'a> {

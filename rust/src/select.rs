@@ -3,9 +3,10 @@
 //! DESIGN section 2, steps 1 to 4. Queries come scaled; all weights are `exp(logit - max)` under
 //! the maximum of their query at that time, kept beside them.
 
-use crate::config::Options;
+use crate::config::{Options, Tail};
 use crate::ids::{KeyId, NodeId};
 use crate::order::Order;
+use crate::rows::norm;
 use crate::simd;
 use crate::tree::Tree;
 use crate::tree::node::Level;
@@ -125,7 +126,10 @@ impl Selection {
         self.pick(tree, total, budget);
 
         // 5. The candidates left over: their own weights, their pages' mean value.
-        self.summarise_candidates(total, g);
+        match options.tail {
+            Tail::Summary => self.summarise_candidates(total, g),
+            Tail::Drop => self.weigh_selected(tree, queries, max),
+        }
     }
 
     /// Finds the leaves whose tokens are candidates; every other token goes to the tail.
@@ -231,13 +235,9 @@ impl Selection {
             self.places
                 .extend(self.starts[page] as u32..self.starts[page + 1] as u32);
         }
-        for q in 0..g {
-            let row = &mut self.logits[q * total..][..total];
-            self.max[q] = row.iter().fold(self.max[q], |a, &b| a.max(b));
-            simd::exp(row, self.max[q]);
-        }
         let budget = self.places.len();
         self.pick(tree, total, budget);
+        self.weigh_selected(tree, queries, max);
     }
 
     /// Exact logits of all tokens of `leaves`, [queries, total]; `starts` says where each begins.
@@ -289,6 +289,23 @@ impl Selection {
             let taken = self.places[..budget].iter();
             self.weights
                 .extend(taken.map(|&p| std::mem::take(&mut candidates[p as usize])));
+        }
+    }
+
+    /// Weighs the selected under a maximum of theirs and of sink and window, `max`, alone. Where the
+    /// rest is dropped, a key of the rest that is far above all of them would make them vanish.
+    fn weigh_selected(&mut self, tree: &Tree, queries: &[f32], max: &[f32]) {
+        let stride = self.rows.len();
+        for picked in &self.picked {
+            let keys = tree.pages.keys(tree.levels[0].pages[picked.leaf as usize]);
+            let rows = &self.rows[picked.first..picked.last];
+            let out = &mut self.weights[picked.first..];
+            simd::dots(queries, keys, Some(rows), out, stride);
+        }
+        for (q, &max) in max.iter().enumerate() {
+            let row = &mut self.weights[q * stride..][..stride];
+            self.max[q] = row.iter().fold(max, |a, &b| a.max(b));
+            simd::exp(row, self.max[q]);
         }
     }
 
@@ -410,7 +427,7 @@ impl Priority for GroupMass<'_> {
             s.max[q] = high;
             // The rank: the same logits, raised, under a maximum of their own.
             let query = &self.queries[q * dim..][..dim];
-            let deviation = SPREAD_WEIGHT * (dot(query, query) / dim as f32).sqrt();
+            let deviation = SPREAD_WEIGHT * norm(query) / (dim as f32).sqrt();
             s.raised.clear();
             let radii = nodes
                 .iter()

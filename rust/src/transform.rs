@@ -5,7 +5,9 @@
 //! `[q, 0]` are those of largest inner product. Keys are first centred (`k - mu`): softmax does not
 //! see a constant added to every key, but distances, means and rounding do.
 
+use crate::error::Result;
 use crate::rows::{Strided, to_f32};
+use crate::threads::Workers;
 
 /// Keys are centred and lifted by one of these, fixed from the first bulk of keys on.
 #[derive(Debug, Clone)]
@@ -15,11 +17,13 @@ pub struct Transform {
 }
 
 impl Transform {
-    /// The mean, and 1.01 times the largest centred norm, of `keys`.
-    pub fn fit(keys: Strided<'_>) -> Self {
+    /// The mean, and 1.01 times the largest centred norm, of `keys`. Fails only if the workers are
+    /// cancelled.
+    pub fn fit(keys: Strided<'_>, workers: Workers<'_>) -> Result<Self> {
         let mut sum = vec![0.0f64; keys.dim];
         let mut row = vec![0.0f32; keys.dim];
         for i in 0..keys.len {
+            workers.check()?;
             to_f32(keys.row(i), &mut row);
             sum.iter_mut()
                 .zip(&row)
@@ -27,16 +31,17 @@ impl Transform {
         }
         let count = keys.len.max(1) as f64;
         let mean: Vec<f32> = sum.iter().map(|s| (s / count) as f32).collect();
-        let largest = (0..keys.len)
-            .map(|i| {
-                to_f32(keys.row(i), &mut row);
-                row.iter().zip(&mean).map(|(x, m)| (x - m) * (x - m)).sum()
-            })
-            .fold(0.0f32, f32::max);
-        Self {
+        let mut largest = 0.0f32;
+        for i in 0..keys.len {
+            workers.check()?;
+            to_f32(keys.row(i), &mut row);
+            let squares = row.iter().zip(&mean).map(|(x, m)| (x - m) * (x - m));
+            largest = largest.max(squares.sum());
+        }
+        Ok(Self {
             mean,
             radius_squared: 1.01 * 1.01 * largest,
-        }
+        })
     }
 
     /// mu, [dim].
@@ -87,7 +92,7 @@ mod tests {
             let keys: Vec<f32> = (0..n * dim).map(|_| number()).collect();
             let query: Vec<f32> = (0..dim).map(|_| number()).collect();
             let rows = Strided { dim, len: n, stride: dim, elements: Elements::F32(&keys) };
-            let transform = Transform::fit(rows);
+            let transform = Transform::fit(rows, Workers::steady(1)).unwrap();
             let mut centred = vec![0.0; dim];
             let mut best = (f32::INFINITY, f32::NEG_INFINITY);
             let mut largest = f32::NEG_INFINITY;

@@ -1,44 +1,69 @@
-//! Errors of the core as Python exceptions; a panic becomes one too.
+//! Errors of the core as Python exceptions; signals that end a long call.
 
-use crate::error::Error;
-use pyo3::exceptions::{PyRuntimeError, PyTypeError, PyValueError};
+use crate::error::{Error, Result};
+use crate::guard::guarded;
+use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
-use std::any::Any;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+/// How often a long call looks for signals.
+const SIGNAL_PERIOD: Duration = Duration::from_millis(50);
 
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let text = error.to_string();
         match error {
             Error::Dtype { .. } => PyTypeError::new_err(text),
+            Error::Interrupted => PyKeyboardInterrupt::new_err(text),
             Error::Invariant(_) | Error::Poisoned(_) => PyRuntimeError::new_err(text),
             _ => PyValueError::new_err(text),
         }
     }
 }
 
-/// Runs `work` on what the lock guards, without holding the interpreter. A panic is caught and
-/// poisons the lock: this object refuses every later call, others are not touched.
+/// Runs `work` on what the lock guards, without holding the interpreter.
 pub fn locked<T: Send, R: Send>(
     py: Python<'_>,
     cell: &Mutex<T>,
-    work: impl FnOnce(&mut T) -> Result<R, Error> + Send,
+    work: impl FnOnce(&mut T) -> Result<R> + Send,
 ) -> PyResult<R> {
-    let result = py.detach(|| {
-        catch_unwind(AssertUnwindSafe(|| match cell.lock() {
-            Ok(mut inner) => work(&mut inner),
-            Err(_) => Err(Error::Poisoned("a panic, see the first error".into())),
-        }))
-    });
-    match result {
-        Ok(result) => result.map_err(PyErr::from),
-        Err(panic) => Err(Error::Poisoned(message(panic.as_ref())).into()),
-    }
+    py.detach(|| guarded(cell, work)).map_err(PyErr::from)
 }
 
-fn message(panic: &(dyn Any + Send)) -> String {
-    let text = panic.downcast_ref::<&str>().map(ToString::to_string);
-    let text = text.or_else(|| panic.downcast_ref::<String>().cloned());
-    text.unwrap_or_else(|| "a panic without a message".into())
+/// [`locked`] for work that gives up once the flag is set. If the call is `long`, a thread of its
+/// own does the work and this one looks for signals: Ctrl-C sets the flag.
+pub fn interruptible<T: Send, R: Send>(
+    py: Python<'_>,
+    cell: &Mutex<T>,
+    long: bool,
+    work: impl FnOnce(&mut T, &AtomicBool) -> Result<R> + Send,
+) -> PyResult<R> {
+    let (cancelled, done) = (AtomicBool::new(false), AtomicBool::new(false));
+    let work = |inner: &mut T| work(inner, &cancelled);
+    if !long {
+        return locked(py, cell, work);
+    }
+    let caller = thread::current();
+    thread::scope(|scope| {
+        let worker = thread::Builder::new().spawn_scoped(scope, || {
+            let result = guarded(cell, work);
+            done.store(true, Ordering::Release);
+            caller.unpark();
+            result
+        })?;
+        let mut signal = Ok(());
+        while signal.is_ok() && !done.load(Ordering::Acquire) {
+            py.detach(|| thread::park_timeout(SIGNAL_PERIOD));
+            signal = py.check_signals();
+        }
+        cancelled.store(signal.is_err(), Ordering::Relaxed);
+        let result = py.detach(|| worker.join());
+        signal?;
+        result
+            .expect("a panic is caught where the lock is")
+            .map_err(PyErr::from)
+    })
 }

@@ -1,7 +1,7 @@
 //! `Layer`: what `icecache.LayerCache` is made of. Python checks kinds and dtypes of arrays.
 
 use super::arrays::Array;
-use super::errors::locked;
+use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::layer::{Layer, Shape};
 use crate::rows::{Buffer, Dtype};
@@ -13,6 +13,9 @@ use std::sync::Mutex;
 
 #[pyclass(name = "Layer", module = "icecache._icecache", frozen)]
 pub struct PyLayer(Mutex<Layer>);
+
+/// Positions of the longest append or decode that does not look for signals.
+const FEW: usize = 32;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 type Out<'a, 'py> = &'a Bound<'py, PyArray3<f32>>;
@@ -55,7 +58,10 @@ impl PyLayer {
         let mut out = out.map(|out| out.try_readwrite()).transpose()?;
         let out = out.as_mut().map(|out| out.as_slice_mut()).transpose()?;
         let attention = q.as_ref().zip(out);
-        locked(py, &self.0, |layer| layer.prefill(&k, &v, attention))
+        let long = k.first().is_some_and(|head| head.len > 1);
+        interruptible(py, &self.0, long, |layer, cancelled| {
+            layer.prefill(&k, &v, attention, cancelled)
+        })
     }
 
     /// Raises what `prefill` with these queries would raise.
@@ -93,13 +99,19 @@ impl PyLayer {
         let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
         let mut out = out.try_readwrite()?;
         let out = out.as_slice_mut()?;
-        locked(py, &self.0, |layer| layer.decode(&q, &k, &v, out))
+        let long = k.first().is_some_and(|head| head.len > FEW);
+        interruptible(py, &self.0, long, |layer, cancelled| {
+            layer.decode(&q, &k, &v, out, cancelled)
+        })
     }
 
     fn append(&self, py: Python<'_>, k: Any<'_, '_>, v: Any<'_, '_>, dtype: &str) -> PyResult<()> {
         let (k, v) = (Array::new(k, dtype)?, Array::new(v, dtype)?);
         let (k, v) = (k.heads()?, v.heads()?);
-        locked(py, &self.0, |layer| layer.append(&k, &v))
+        let long = k.first().is_some_and(|head| head.len > FEW);
+        interruptible(py, &self.0, long, |layer, cancelled| {
+            layer.append(&k, &v, cancelled)
+        })
     }
 
     /// Queries of the last stored positions, sparsely or over everything.
@@ -115,9 +127,10 @@ impl PyLayer {
         let q = q.heads()?;
         let mut out = out.try_readwrite()?;
         let out = out.as_slice_mut()?;
-        locked(py, &self.0, |layer| {
+        let long = exact && q.first().is_some_and(|head| head.len > 1);
+        interruptible(py, &self.0, long, |layer, cancelled| {
             if exact {
-                layer.attend_exact(&q, out)
+                layer.attend_exact(&q, out, cancelled)
             } else {
                 layer.attend(&q, out)
             }

@@ -8,7 +8,8 @@ mod tree;
 
 use pyo3::prelude::*;
 
-#[pymodule]
+// Every class is frozen around a lock, so free-threaded interpreters may call in at once.
+#[pymodule(gil_used = false)]
 mod _icecache {
     #[pymodule_export]
     use super::layer::PyLayer;
@@ -30,6 +31,8 @@ mod _icecache {
 
     #[pymodule_init]
     fn init(module: &Bound<'_, PyModule>) -> PyResult<()> {
+        crate::threads::check_environment()?;
+        crate::simd::check_environment()?;
         module.add("__version__", env!("CARGO_PKG_VERSION"))
     }
 }

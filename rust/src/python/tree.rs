@@ -1,7 +1,7 @@
 //! `Index`: what `icecache.DciTree` is made of.
 
 use super::arrays::{Array, dtype_named};
-use super::errors::locked;
+use super::errors::{interruptible, locked};
 use crate::config::TreeOptions;
 use crate::index::Index;
 use crate::rows::Dtype;
@@ -43,7 +43,9 @@ impl PyIndex {
     fn insert(&self, py: Python<'_>, keys: &Bound<'_, PyAny>, dtype: &str) -> PyResult<()> {
         let keys = Array::new(keys, dtype)?;
         let keys = keys.heads()?;
-        locked(py, &self.0, |index| index.insert(keys[0]))
+        interruptible(py, &self.0, keys[0].len > 1, |index, cancelled| {
+            index.insert(keys[0], cancelled)
+        })
     }
 
     /// Fills `ids` and `scores`, [queries, k]; returns how many nodes and keys were scored.
@@ -65,8 +67,9 @@ impl PyIndex {
             return Err(PyValueError::new_err("ids and scores must be [queries, k]"));
         }
         let k = ids.len() / queries.len.max(1);
-        let effort = locked(py, &self.0, |index| {
-            index.search(queries, k, View(&field_of_view), exact, ids, scores)
+        let view = View(&field_of_view);
+        let effort = interruptible(py, &self.0, queries.len > 1, |index, cancelled| {
+            index.search(queries, k, view, exact, ids, scores, cancelled)
         })?;
         Ok((effort.nodes_scored, effort.keys_scored))
     }

@@ -10,6 +10,7 @@ mod avx2;
 mod avx512;
 mod scalar;
 
+use crate::error::{Error, Result};
 use crate::rows::Rows;
 use std::sync::OnceLock;
 
@@ -66,11 +67,25 @@ fn supported() -> Vec<Kernels> {
 
 fn chosen() -> &'static Kernels {
     static CHOSEN: OnceLock<Kernels> = OnceLock::new();
-    CHOSEN.get_or_init(|| {
-        let wanted = std::env::var("ICECACHE_SIMD").ok();
-        let mut list = supported();
-        let place = wanted.and_then(|name| list.iter().position(|k| k.name == name));
-        list.swap_remove(place.unwrap_or(0))
+    CHOSEN.get_or_init(|| supported().swap_remove(asked().unwrap_or(0)))
+}
+
+/// Refuses an `ICECACHE_SIMD` that would be ignored.
+pub fn check_environment() -> Result<()> {
+    asked().map(|_| ())
+}
+
+/// The place in [`supported`] that `ICECACHE_SIMD` asks for, or the best.
+fn asked() -> Result<usize> {
+    let Some(name) = std::env::var_os("ICECACHE_SIMD").filter(|name| !name.is_empty()) else {
+        return Ok(0);
+    };
+    let names: Vec<_> = supported().iter().map(|kernels| kernels.name).collect();
+    let place = names.iter().position(|known| name == *known);
+    place.ok_or_else(|| Error::Config {
+        option: "ICECACHE_SIMD",
+        expected: format!("one of {}, as this CPU has them", names.join(", ")),
+        got: format!("{:?}", name.to_string_lossy()),
     })
 }
 

@@ -10,11 +10,12 @@ use super::search::{Frontier, Nearest};
 use super::summary::Sums;
 use super::{LINK_FIELD_OF_VIEW, Tree};
 use crate::config::TreeOptions;
+use crate::error::Result;
 use crate::ids::{KeyId, NO_PARENT, NodeId};
 use crate::pages::PagePool;
 use crate::random::Random;
 use crate::rows::{Dtype, NO_ELEMENTS, Strided};
-use crate::threads;
+use crate::threads::Workers;
 use crate::transform::Transform;
 
 /// Links found by one work item.
@@ -29,36 +30,41 @@ pub struct Tokens<'a> {
 }
 
 impl Tree {
-    /// `limit`: threads to use at most (0: all).
-    pub fn build(tokens: Tokens<'_>, options: &TreeOptions, stream: u64, limit: usize) -> Self {
-        let transform = Transform::fit(tokens.keys);
+    /// Fails only if the workers are cancelled.
+    pub fn build(
+        tokens: Tokens<'_>,
+        options: &TreeOptions,
+        stream: u64,
+        workers: Workers<'_>,
+    ) -> Result<Self> {
+        let transform = Transform::fit(tokens.keys, workers)?;
         let mut options = options.clone();
-        if options.summary_dtype == Dtype::F16 && !fits_f16(&transform, tokens.values) {
+        if options.summary_dtype == Dtype::F16 && !fits_f16(&transform, tokens.values, workers)? {
             options.summary_dtype = Dtype::Bf16;
         }
         let options = &options;
         let mut draft = Draft::promote(tokens.keys, &transform, options, stream);
-        draft.link_all(limit);
+        draft.link_all(workers)?;
         for _ in 0..options.refine_passes {
-            draft.move_to_means();
-            draft.link_all(limit);
+            draft.move_to_means(workers)?;
+            draft.link_all(workers)?;
         }
         if options.refine_passes > 0 {
-            draft.move_to_means();
+            draft.move_to_means(workers)?;
             for depth in (1..=draft.levels.len()).rev() {
-                draft.regroup(depth, options, limit);
+                draft.regroup(depth, options, workers)?;
             }
         }
-        draft.split_full_leaves(options.page_capacity);
-        draft.move_to_means();
-        draft.split_full_nodes(Tree::child_capacity(options));
-        let mut tree = draft.lay_out(tokens, options, stream);
+        draft.split_full_leaves(options.page_capacity, workers)?;
+        draft.move_to_means(workers)?;
+        draft.split_full_nodes(Tree::child_capacity(options), workers)?;
+        let mut tree = draft.lay_out(tokens, options, stream, workers)?;
         if 2 * Tree::top_target(options) > options.scan_below {
             let width = tokens.keys.dim + 1;
             tree.crowds = Some(Box::new(Crowds::new(width, options.seed, stream)));
             tree.refresh_crowds();
         }
-        tree
+        Ok(tree)
     }
 }
 
@@ -100,7 +106,7 @@ impl<'a> Draft<'a> {
     }
 
     /// Links every level to the one above, top down, and the points to the leaves.
-    fn link_all(&mut self, limit: usize) {
+    fn link_all(&mut self, workers: Workers<'_>) -> Result<()> {
         for depth in (0..self.levels.len()).rev() {
             let items = match depth {
                 0 => self.keys.len,
@@ -108,9 +114,9 @@ impl<'a> Draft<'a> {
             };
             let mut parents = vec![0; items];
             let mut chunks: Vec<&mut [NodeId]> = parents.chunks_mut(CHUNK).collect();
-            threads::for_each_mut(limit, &mut chunks, |chunk, parents| {
+            workers.for_each_mut(&mut chunks, |chunk, parents| {
                 self.find_parents(depth, chunk * CHUNK, parents);
-            });
+            })?;
             let level = &mut self.levels[depth];
             level.children.resize_with(level.len(), Vec::new);
             level.children.iter_mut().for_each(Vec::clear);
@@ -119,6 +125,7 @@ impl<'a> Draft<'a> {
             }
             self.unlink_empty(depth);
         }
+        Ok(())
     }
 
     /// Takes nodes without children out of the lists above, from `depth` upwards, so that every
@@ -157,12 +164,13 @@ impl<'a> Draft<'a> {
     }
 
     /// Moves every node to the mean of its tokens; an empty node stays where it was.
-    fn move_to_means(&mut self) {
+    fn move_to_means(&mut self, workers: Workers<'_>) -> Result<()> {
         let mut sums = Sums::new(self.keys.dim, 0);
         for depth in 0..self.levels.len() {
             let (below, from) = self.levels.split_at_mut(depth);
             let level = &mut from[0];
             for node in 0..level.len() {
+                workers.check()?;
                 sums.clear();
                 for &child in &level.children[node] {
                     match below.last() {
@@ -180,10 +188,11 @@ impl<'a> Draft<'a> {
                 }
             }
         }
+        Ok(())
     }
 
     /// The families of level `depth` deal their grandchildren out anew: other nodes below.
-    fn regroup(&mut self, depth: usize, options: &TreeOptions, limit: usize) {
+    fn regroup(&mut self, depth: usize, options: &TreeOptions, workers: Workers<'_>) -> Result<()> {
         let below = depth - 1;
         let all = || (0..self.levels[below].len() as NodeId).collect();
         let families = match self.levels.get(depth) {
@@ -193,7 +202,7 @@ impl<'a> Draft<'a> {
         let dim = self.keys.dim;
         let (size, capacity) = Tree::family(options, below);
         let mut dealt: Vec<Vec<Vec<u32>>> = vec![Vec::new(); families.len()];
-        threads::for_each_mut(limit, &mut dealt, |family, dealt| {
+        workers.for_each_mut(&mut dealt, |family, dealt| {
             let (mut cloud, mut members) = (Cloud::default(), Vec::new());
             let mut groups = Vec::new();
             for &child in &families[family] {
@@ -213,7 +222,7 @@ impl<'a> Draft<'a> {
             let full = groups.into_iter().filter(|group| !group.is_empty());
             let named = |group: Vec<u32>| group.iter().map(|&i| members[i as usize]).collect();
             *dealt = full.map(named).collect();
-        });
+        })?;
         let mut level = Level::new(Dtype::F32, dim, 0);
         for (family, groups) in dealt.into_iter().enumerate() {
             let first = level.children.len() as NodeId;
@@ -225,29 +234,32 @@ impl<'a> Draft<'a> {
         let mut sums = Sums::new(dim, 0);
         (0..level.children.len()).for_each(|_| sums.push_to(&mut level));
         self.levels[below] = level;
-        (0..self.levels[below].len()).for_each(|node| self.recompute(below, node, &mut sums));
+        for node in 0..self.levels[below].len() {
+            workers.check()?;
+            self.recompute(below, node, &mut sums);
+        }
+        Ok(())
     }
 
-    fn split_full_leaves(&mut self, capacity: usize) {
-        self.split_level(0, capacity);
+    fn split_full_leaves(&mut self, capacity: usize, workers: Workers<'_>) -> Result<()> {
+        self.split_level(0, capacity, workers)
     }
 
     /// Splits upper nodes with too many children, from below, so that splits go up.
-    fn split_full_nodes(&mut self, capacity: usize) {
-        for depth in 1..self.levels.len() {
-            self.split_level(depth, capacity);
-        }
+    fn split_full_nodes(&mut self, capacity: usize, workers: Workers<'_>) -> Result<()> {
+        (1..self.levels.len()).try_for_each(|depth| self.split_level(depth, capacity, workers))
     }
 
     /// Halves every node of a level until none has more than `capacity` children. New nodes
     /// become siblings.
-    fn split_level(&mut self, depth: usize, capacity: usize) {
+    fn split_level(&mut self, depth: usize, capacity: usize, workers: Workers<'_>) -> Result<()> {
         let width = self.keys.dim + 1;
         let parents = self.parents(depth);
         let mut sums = Sums::new(self.keys.dim, 0);
         for node in 0..self.levels[depth].len() {
             let mut waiting = vec![node];
             while let Some(full) = waiting.pop() {
+                workers.check()?;
                 let children = std::mem::take(&mut self.levels[depth].children[full]);
                 if children.len() <= capacity {
                     self.levels[depth].children[full] = children;
@@ -279,6 +291,7 @@ impl<'a> Draft<'a> {
                 waiting.extend([full, new]);
             }
         }
+        Ok(())
     }
 
     fn recompute(&mut self, depth: usize, node: usize, sums: &mut Sums) {
@@ -307,7 +320,13 @@ impl<'a> Draft<'a> {
 
     /// Numbers the nodes so that the children of a node are neighbours, without empty ones, and
     /// copies the rows into pages in that order.
-    fn lay_out(self, tokens: Tokens<'_>, options: &TreeOptions, stream: u64) -> Tree {
+    fn lay_out(
+        self,
+        tokens: Tokens<'_>,
+        options: &TreeOptions,
+        stream: u64,
+        workers: Workers<'_>,
+    ) -> Result<Tree> {
         let (key_dim, value_dim) = (tokens.keys.dim, tokens.values.dim);
         let top = self.levels.len() - 1;
         let full =
@@ -333,6 +352,7 @@ impl<'a> Draft<'a> {
                 Level::with_capacity(options.summary_dtype, key_dim, value_dim, order.len(), true);
             let mut next_child = 0;
             for &node in order {
+                workers.check()?;
                 let members = &self.levels[depth].children[node as usize];
                 sums.clear();
                 if let Some(below) = levels.last_mut() {
@@ -362,7 +382,7 @@ impl<'a> Draft<'a> {
         let leaves = &mut levels[0];
         leaves.children = Vec::new();
         leaves.pages.shrink_to_fit();
-        Tree {
+        Ok(Tree {
             options: options.clone(),
             stream,
             transform: self.transform.clone(),
@@ -370,18 +390,19 @@ impl<'a> Draft<'a> {
             levels,
             len: tokens.keys.len,
             crowds: None,
-        }
+        })
     }
 }
 
 /// Whether means of these keys and values are well inside the range of f16.
-fn fits_f16(transform: &Transform, values: Strided<'_>) -> bool {
+fn fits_f16(transform: &Transform, values: Strided<'_>, workers: Workers<'_>) -> Result<bool> {
     let inside = |largest: f32| largest == 0.0 || (1e-2..3e4).contains(&largest);
     let mut row = vec![0.0; values.dim];
     let mut largest = 0.0f32;
     for i in 0..values.len {
+        workers.check()?;
         crate::rows::to_f32(values.row(i), &mut row);
         largest = row.iter().fold(largest, |a, x| a.max(x.abs()));
     }
-    inside(transform.radius()) && inside(largest)
+    Ok(inside(transform.radius()) && inside(largest))
 }

@@ -9,6 +9,7 @@ use super::node::Level;
 use super::project::{Crowds, DIRECTIONS, Walk};
 use crate::ids::{NO_PARENT, NodeId};
 use crate::order::{Best, Order};
+use crate::rows;
 use crate::simd;
 
 /// Ranks nodes for one purpose.
@@ -233,7 +234,7 @@ pub fn reach_leaves(
     view: View<'_>,
     frontier: &mut Frontier,
 ) -> Vec<NodeId> {
-    let norm = query.iter().map(|x| x * x).sum::<f32>().sqrt();
+    let norm = rows::norm(query);
     // On the sphere of the keys: the nearest to this point have the largest inner product.
     let scale = tree.transform.radius() / norm.max(f32::MIN_POSITIVE);
     let point: Vec<f32> = query.iter().map(|x| x * scale).collect();

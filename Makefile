@@ -59,7 +59,8 @@ SMOKE := target/smoke
 wheel: | $(BIN)/python
 	$(BIN)/python -m pip install --disable-pip-version-check 'maturin[zig]>=1.9.4,<2'
 	rm -rf dist $(SMOKE)
-	$(BIN)/maturin build --release --sdist --zig --compatibility manylinux_2_17 --out dist
+	PATH="$(CURDIR)/$(BIN):$$PATH" maturin build --release --sdist --zig \
+	    --compatibility manylinux_2_17 --out dist
 	$(BIN)/python -m venv $(SMOKE)
 	PATH=$(CURDIR)/$(SMOKE)/bin $(SMOKE)/bin/python -m pip install --disable-pip-version-check \
 	    --only-binary :all: dist/*.whl

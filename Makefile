@@ -5,6 +5,9 @@
 #   make test     the Rust and the Python tests
 #   make check    formatting, lints, types and stubs, warnings as errors
 #   make fmt      rewrite the sources as `make check` wants them
+#   make wheel    dist/: the sdist, and the wheel built from it, tried where NumPy is all there is
+#   make soak     random sequences of operations for MINUTES=10
+#   make sanitize the Rust tests and the tests of arrays under AddressSanitizer and Miri
 #   make clean    remove .venv and every build product
 #
 # PYTHON=python3.12 chooses the interpreter; ARGS="--json" goes on to the demo or to pytest.
@@ -23,10 +26,11 @@ SOURCES := Cargo.toml $(wildcard Cargo.lock) $(shell find rust $(wildcard cuda) 
 # The interpreter for which Clippy and maturin compile PyO3.
 export PYO3_PYTHON := $(CURDIR)/$(BIN)/python
 ARGS ?=
+MINUTES ?= 10
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check fmt clean tools
+.PHONY: demo test check fmt wheel soak sanitize clean tools
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/icecache demo $(ARGS)
@@ -49,8 +53,43 @@ fmt: $(VENV)/dev.stamp
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+# zig links for the oldest glibc that Rust itself supports. The wheel is then installed and tried
+# without a compiler and without what NumPy does not need.
+SMOKE := target/smoke
+wheel: | $(BIN)/python
+	$(BIN)/python -m pip install --disable-pip-version-check 'maturin[zig]>=1.9.4,<2'
+	rm -rf dist $(SMOKE)
+	PATH="$(CURDIR)/$(BIN):$$PATH" maturin build --release --sdist --zig \
+	    --compatibility manylinux_2_17 --out dist
+	$(BIN)/python -m venv $(SMOKE)
+	PATH=$(CURDIR)/$(SMOKE)/bin $(SMOKE)/bin/python -m pip install --disable-pip-version-check \
+	    --only-binary :all: dist/*.whl
+	PATH=$(CURDIR)/$(SMOKE)/bin $(SMOKE)/bin/python -I tests/smoke.py
+
+soak: $(VENV)/dev.stamp
+	$(BIN)/python tests/soak.py $(MINUTES)
+
+# Linux on x86-64. AddressSanitizer comes with rustc for the crate's tests, with gcc (libasan) for
+# the module inside Python. Miri needs `rustup toolchain install nightly -c miri,rust-src`; it sees
+# plain code only (no f16 instructions), and tree borrows is the model that rayon's deque follows.
+# The index is left out: safe code, and hours of interpretation.
+ASAN_TARGET := x86_64-unknown-linux-gnu
+ASAN := RUSTC_BOOTSTRAP=1 RUSTFLAGS=-Zsanitizer=address
+sanitize: $(VENV)/dev.stamp
+	$(ASAN) cargo test --target $(ASAN_TARGET)
+	$(ASAN) cargo build --profile test --features python --target $(ASAN_TARGET)
+	rm -rf target/asan
+	cp -r python target/asan
+	cp target/$(ASAN_TARGET)/debug/libicecache.so target/asan/icecache/_icecache.abi3.so
+	LD_PRELOAD=$$(gcc -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 \
+	    PYTHONPATH=target/asan $(BIN)/python -m pytest -p no:cacheprovider \
+	    tests/test_arrays.py tests/test_simd.py tests/test_layer.py tests/test_tree.py
+	PROPTEST_CASES=2 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-ignore-leaks \
+	    -Zmiri-tree-borrows -Zmiri-permissive-provenance" \
+	    cargo +nightly miri test --lib -- --skip index::
+
 clean:
-	rm -rf $(VENV) target python/icecache/_icecache*.so
+	rm -rf $(VENV) target dist python/icecache/_icecache*.so
 
 # The release build of the extension, in place, with what an extra of pyproject.toml needs.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --editable

@@ -57,6 +57,44 @@ def test_the_bytes_it_counts_are_the_bytes_the_process_grows_by(dtype, layers):
     assert sizes["grown"] == pytest.approx(counted, rel=0.05)
 
 
+# Makes, fills and drops one cache after another and prints what the process holds after each.
+CHURN = """
+import json, sys
+import numpy as np
+from icecache import LayerCache
+
+random = np.random.default_rng(0)
+rows = random.standard_normal((2, 2100, 64), np.float32)
+
+def resident():
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * 4096
+
+sizes = []
+for _ in range(int(sys.argv[1])):
+    layer = LayerCache(2, 2, 64)
+    layer.prefill(rows[:, :2000], rows[:, :2000])
+    for i in range(2000, 2080, 4):
+        layer.decode(*[rows[:, i : i + 4]] * 3)
+    layer.crop(1000)
+    layer.append(rows[:, :100], rows[:, :100])
+    del layer
+    sizes.append(resident())
+print(json.dumps(sizes))
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_caches_that_are_dropped_leave_nothing():
+    command = [sys.executable, "-c", CHURN, "200"]
+    result = subprocess.run(command, capture_output=True, text=True, check=True)
+    sizes = json.loads(result.stdout)
+    # The first ones start threads, fill scratch and give the allocator its arenas.
+    plateau, last = max(sizes[:10]), max(sizes[-10:])
+    print(f"after 10 caches {plateau / 1e6:.2f} MB, after {len(sizes)} {last / 1e6:.2f} MB")
+    assert last <= 1.02 * plateau
+
+
 @pytest.mark.parametrize("content", ["clustered", "normal"])
 @pytest.mark.parametrize("kind", ["numpy-f32", "numpy-f16", "numpy-bf16"])
 def test_overhead_after_prefill(kind, content):

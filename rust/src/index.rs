@@ -239,7 +239,6 @@ mod tests {
     }
 
     proptest! {
-        #![proptest_config(ProptestConfig::with_cases(40))]
         /// Whatever the sizes of the batches: every invariant holds, no key is lost, and a field of
         /// view over everything finds what brute force finds.
         #[test]

@@ -73,7 +73,7 @@ impl Tree {
                 Some(level) => (0..).zip(level.children.iter().map(Vec::len)).collect(),
             };
             for (node, count) in families {
-                let sorted = crowds.get(depth, node).map(Crowd::len);
+                let sorted = crowds.get(depth, node).map(Crowd::count);
                 if sorted != (count > self.options.scan_below).then_some(count) {
                     return Err(format!(
                         "level {depth}: node {node} has {count} children, {sorted:?} sorted"

@@ -143,7 +143,8 @@ impl Crowd {
         Self { orders }
     }
 
-    pub fn len(&self) -> usize {
+    /// Children sorted.
+    pub fn count(&self) -> usize {
         self.orders[0].len()
     }
 
@@ -162,12 +163,12 @@ impl Crowd {
         mut found: impl FnMut(usize),
     ) {
         walk.hits.clear();
-        walk.hits.resize(self.len(), [0; COMPOSITE]);
+        walk.hits.resize(self.count(), [0; COMPOSITE]);
         let mut fronts: [Front<'_>; DIRECTIONS] =
             std::array::from_fn(|i| Front::new(&self.orders[i], point[i]));
         let mut count = 0;
         // Every composite index takes its nearest next child in turn.
-        for _ in 0..self.len() * SIMPLE {
+        for _ in 0..self.count() * SIMPLE {
             for (composite, fronts) in fronts.chunks_exact_mut(SIMPLE).enumerate() {
                 let nearest = (0..SIMPLE)
                     .min_by(|&a, &b| fronts[a].distance().total_cmp(&fronts[b].distance()))

@@ -58,30 +58,30 @@ def mass_of_lowest(left: float) -> Rule:
     return rule
 
 
-def expected_gain(threshold: float, levels: int = 99, spread: float = 0.0) -> Rule:
-    """Nodes whose estimated error is above `threshold`: the softmax share of their mean (raised by
-    `spread` deviations) x deviation of their logits x spread of their values, relative to the
-    values' norm. Levels above the `levels` lowest are opened whole."""
+def expected_gain(threshold: float) -> Rule:
+    """All levels whole but the lowest upper one, of which the nodes are opened whose estimated
+    error is above `threshold`: the softmax share of their mean x deviation of their logits (1 at
+    most) x spread of their values, relative to the values' norm."""
 
     def rule(step: Step, depth: int) -> np.ndarray:
         reached = step.reached[depth]
-        if depth > levels:
+        if depth > 1:
             return reached
         level = step.view.levels[depth]
         doubt = np.minimum(step.deviation.mean(1) * level.radius, 1.0)
         doubt = doubt * level.value_spread / step.view.value_norm
-        return reached & (step.shares(depth, spread) * doubt > threshold)
+        return reached & (step.shares(depth, 0.0) * doubt > threshold)
 
     return rule
 
 
-def above(threshold: float, levels: int = 99) -> Rule:
-    """Nodes whose raised share is above `threshold`. Levels above the `levels` lowest are opened
-    whole."""
+def raised_share(threshold: float) -> Rule:
+    """All levels whole but the lowest upper one, of which the nodes are opened whose raised share
+    is above `threshold`."""
 
     def rule(step: Step, depth: int) -> np.ndarray:
         reached = step.reached[depth]
-        return reached if depth > levels else reached & (step.shares(depth) > threshold)
+        return reached if depth > 1 else reached & (step.shares(depth) > threshold)
 
     return rule
 

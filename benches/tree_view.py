@@ -119,9 +119,11 @@ class Step:
     def shares(self, depth: int, spread: float = SPREAD_WEIGHT) -> np.ndarray:
         """Share of the softmax that a node may hold, summed over the group, [positions, nodes]:
         that of its mean, `spread` deviations higher. 0 where it was not reached."""
-        raised = self.logits[depth] - self.high + spread * self.deviation * self.view.levels[
-            depth
-        ].radius
+        raised = (
+            self.logits[depth]
+            - self.high
+            + spread * self.deviation * self.view.levels[depth].radius
+        )
         shares = np.exp(np.minimum(raised, 80)) / self.total(depth)
         return np.where(self.reached[depth], shares.sum(1), 0.0)
 
@@ -129,7 +131,7 @@ class Step:
 Rule = Callable[[Step, int], np.ndarray]
 """Which of the reached upper nodes of a level to open, [positions, nodes]."""
 Extra = Callable[[Step], np.ndarray]
-"""Leaves to reach whatever the descent says, [positions, leaves]."""
+"""Leaves to read whatever the descent says, [positions, leaves]."""
 
 
 @dataclass(frozen=True)
@@ -200,6 +202,8 @@ def decode(
     leaves = view.levels[0]
     key_rows += reached.sum(-1)
     read = enough(step.shares(0), reached, leaves.count, candidates)
+    if forced is not None:
+        read |= forced
     unread = step.weights(0) * (reached & ~read)[:, None]
     step.closed_sum += unread.sum(-1, keepdims=True)
     numerator += unread @ leaves.values

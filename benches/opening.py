@@ -1,0 +1,118 @@
+"""Which nodes a decode step opens: error, needles found and rows read under several rules.
+
+    python benches/opening.py                                             # 4k and 8k, real rows
+    python benches/opening.py --lengths 32768,131072 --layers 8,20 --heads 1 --seeds 2
+
+Lengths beyond the real rows are made by `long_rows`. Means over texts, layers, heads, queries and
+seeds of the tree. Refuses to measure if the readable step disagrees with the package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from dataclasses import asdict
+from functools import partial
+from statistics import fmean
+
+import numpy as np
+from long_rows import lengthen
+from measure import Candidate, Problem, Result, check, measure
+from real_rows import CONTEXT, RESULTS, TEXTS, load_rows
+from rules import (
+    count_of_lowest,
+    expected_gain,
+    far_keys,
+    far_leaves,
+    mass_of_lowest,
+    raised_share,
+    search_leaves,
+    share_of_each,
+    share_of_lowest,
+)
+
+SHIPPED = share_of_lowest(0.75)
+CANDIDATES = [
+    Candidate("every node", share_of_lowest(1.0)),
+    Candidate("half of each level", share_of_each(0.5)),
+    *(Candidate(f"{f:.0%} of the lowest", share_of_lowest(f)) for f in (0.75, 0.5, 0.25)),
+    *(Candidate(f"{f:.0%}, ranked by mean", share_of_lowest(f, 0.0)) for f in (0.75, 0.5, 0.25)),
+    *(Candidate(f"gain above {t:g}", expected_gain(t)) for t in (1e-4, 3e-4, 1e-3)),
+    *(Candidate(f"raised share above {t:g}", raised_share(t)) for t in (1e-3, 3e-3, 1e-2)),
+    *(Candidate(f"all but {m:.0%} of raised mass", mass_of_lowest(m)) for m in (0.01, 0.03)),
+    *(Candidate(f"{n} nodes", count_of_lowest(n)) for n in (64, 256)),
+    *(
+        Candidate(f"50% and {name}", share_of_lowest(0.5), extra)
+        for name, extra in (
+            ("5% farthest leaves", partial(far_leaves, share=0.05)),
+            ("leaves of 5% farthest keys", partial(far_keys, share=0.05)),
+            ("an M-DCI search", lambda view: search_leaves(16)),
+        )
+    ),
+    Candidate("50%, twice the candidates", share_of_lowest(0.5), factor=16),
+    Candidate("raised share above 0.003, twice the candidates", raised_share(3e-3), factor=16),
+]
+
+
+def problem(text: str, layer: int, head: int, n: int, stride: int) -> Problem:
+    rows = load_rows(text)
+    real = min(n, CONTEXT)
+    k, v = rows.k[layer, head : head + 1, :real], rows.v[layer, head : head + 1, :real]
+    if n > real:
+        k, v = lengthen(k, v, n)
+    q = rows.queries(layer, head, real, stride)
+    return Problem(*(x.contiguous().numpy().copy() for x in (k[0], v[0], q)), stride)
+
+
+def run(
+    n: int, texts: list[str], layers: list[int], heads: int, seeds: int, stride: int
+) -> dict[str, list[Result]]:
+    results = defaultdict(list)
+    for text in texts:
+        for layer in layers:
+            for head in range(heads):
+                one = problem(text, layer, head, n, stride)
+                if head == 0:
+                    check(one, 0, SHIPPED)
+                for seed in range(seeds):
+                    for result in measure(one, seed, CANDIDATES):
+                        results[result.name].append(result)
+    return results
+
+
+def table(results: dict[str, list[Result]]) -> str:
+    lines = [
+        "| opened | error | 99 % below | likely needles | aligned | keys read | values read |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for name, mine in results.items():
+        errors = np.concatenate([r.errors for r in mine])
+        lines.append(
+            f"| {name} | {np.sqrt(np.mean(errors**2)):.4f} | {np.quantile(errors, 0.99):.3f} "
+            f"| {fmean(r.likely for r in mine):.1%} | {fmean(r.aligned for r in mine):.1%} "
+            f"| {fmean(r.key_share for r in mine):.1%} | {fmean(r.value_share for r in mine):.1%} |"
+        )
+    return "\n".join(lines)
+
+
+def numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--lengths", type=numbers, default=[4096, CONTEXT])
+    parser.add_argument("--texts", type=lambda text: text.split(","), default=list(TEXTS))
+    parser.add_argument("--layers", type=numbers, default=[1, 14, 24])
+    parser.add_argument("--heads", type=int, default=3, help="KV heads of a layer")
+    parser.add_argument("--seeds", type=int, default=5, help="trees of each head")
+    parser.add_argument("--stride", type=int, default=4, help="positions between queries, of 32")
+    a = parser.parse_args()
+    for n in a.lengths:
+        started = time.time()
+        results = run(n, a.texts, a.layers, a.heads, a.seeds, a.stride)
+        print(f"\n{n} tokens, {time.time() - started:.0f} s\n\n{table(results)}", flush=True)
+        everything = {name: [asdict(r) for r in mine] for name, mine in results.items()}
+        (RESULTS / f"opening-{n}.json").write_text(json.dumps(everything))

@@ -33,7 +33,9 @@ from rules import (
     share_of_lowest,
 )
 
-SHIPPED = share_of_lowest(0.75)
+from icecache import IceConfig
+
+SHIPPED = raised_share(IceConfig().open_share)
 CANDIDATES = [
     Candidate("every node", share_of_lowest(1.0)),
     Candidate("half of each level", share_of_each(0.5)),

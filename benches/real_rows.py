@@ -68,7 +68,7 @@ def content(name: str) -> str:
 
     if name == "argparse":
         return inspect.getsource(argparse)
-    return read_text(None, int((name.split("-") + ["0"])[1]))[1]
+    return read_text(None, int(name.partition("-")[2] or 0))[1]
 
 
 def _capture(name: str) -> Rows:

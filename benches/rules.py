@@ -99,7 +99,7 @@ def far_keys(view: View, share: float) -> Extra:
 
 
 def search_leaves(field: int, deviations: float = 3.0) -> Extra:
-    """The leaves that an M-DCI search reaches, per query: `field` nodes opened at each level, ranked
+    """The leaves that an M-DCI search of each query reaches: `field` nodes opened per level, ranked
     by the inner product of their mean plus `deviations` of their spread."""
 
     def extra(step: Step) -> np.ndarray:

@@ -1,7 +1,8 @@
 """Which nodes a decode step opens: error, needles found and rows read under several rules.
 
     python benches/opening.py                                             # 4k and 8k, real rows
-    python benches/opening.py --lengths 32768,131072 --layers 8,20 --heads 1 --seeds 2
+    python benches/opening.py --lengths 32768,131072 --layers 8,20 --heads 1 --seeds 2 --stride 8
+    python benches/opening.py --lengths "" --plot docs/opening.svg        # of what was measured
 
 Lengths beyond the real rows are made by `long_rows`. Means over texts, layers, heads, queries and
 seeds of the tree. Refuses to measure if the readable step disagrees with the package.
@@ -15,6 +16,7 @@ import time
 from collections import defaultdict
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from statistics import fmean
 
 import numpy as np
@@ -40,7 +42,7 @@ CANDIDATES = [
     Candidate("every node", share_of_lowest(1.0)),
     Candidate("half of each level", share_of_each(0.5)),
     *(Candidate(f"{f:.0%} of the lowest", share_of_lowest(f)) for f in (0.75, 0.5, 0.25)),
-    *(Candidate(f"{f:.0%}, ranked by mean", share_of_lowest(f, 0.0)) for f in (0.75, 0.5, 0.25)),
+    *(Candidate(f"{f:.0%} ranked by mean", share_of_lowest(f, 0.0)) for f in (0.75, 0.5, 0.25)),
     *(Candidate(f"gain above {t:g}", expected_gain(t)) for t in (1e-4, 3e-4, 1e-3)),
     *(Candidate(f"raised share above {t:g}", raised_share(t)) for t in (1e-3, 3e-3, 1e-2)),
     *(Candidate(f"all but {m:.0%} of raised mass", mass_of_lowest(m)) for m in (0.01, 0.03)),
@@ -53,8 +55,8 @@ CANDIDATES = [
             ("an M-DCI search", lambda view: search_leaves(16)),
         )
     ),
-    Candidate("50%, twice the candidates", share_of_lowest(0.5), factor=16),
-    Candidate("raised share above 0.003, twice the candidates", raised_share(3e-3), factor=16),
+    Candidate("50% with factor 16", share_of_lowest(0.5), factor=16),
+    Candidate("raised share above 0.003 with factor 16", raised_share(3e-3), factor=16),
 ]
 
 
@@ -100,7 +102,48 @@ def table(results: dict[str, list[Result]]) -> str:
 
 
 def numbers(text: str) -> list[int]:
-    return [int(number) for number in text.split(",")]
+    return [int(number) for number in text.split(",") if number]
+
+
+def plot(path: Path) -> None:
+    """Error against rows read of every length that was measured."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams.update({"svg.hashsalt": "icecache", "svg.fonttype": "none"})
+    import matplotlib.pyplot as plt
+
+    files = sorted(RESULTS.glob("opening-*.json"), key=lambda file: int(file.stem.split("-")[1]))
+    figure, panels = plt.subplots(1, len(files), figsize=(3.4 * len(files), 3.6), squeeze=False)
+    for axes, file in zip(panels[0], files, strict=True):
+        for number, (family, belongs) in enumerate(FAMILIES.items()):
+            points = []
+            for name, mine in json.loads(file.read_text()).items():
+                if belongs in name and "candidates" not in name and "factor" not in name:
+                    rows = fmean(r["key_share"] + r["value_share"] for r in mine)
+                    error = np.sqrt(np.mean(np.concatenate([r["errors"] for r in mine]) ** 2))
+                    points.append((100 * rows / 2, error))
+            axes.plot(
+                *zip(*sorted(points), strict=True), "osD^vP"[number] + "-", label=family, ms=4
+            )
+        axes.set_title(f"{file.stem.split('-')[1]} tokens", fontsize=9)
+        axes.set_xlabel("rows read, % of all keys and values", fontsize=8)
+        axes.tick_params(labelsize=8)
+        axes.grid(alpha=0.3)
+    panels[0, 0].set_ylabel("relative RMS error of head outputs", fontsize=8)
+    panels[0, -1].legend(fontsize=7)
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
+
+
+FAMILIES = {
+    "share of each level": "each level",
+    "share of the lowest": "of the lowest",
+    "the same, ranked by mean": "ranked by mean",
+    "expected gain": "gain",
+    "raised share (default)": "raised share",
+    "all but some raised mass": "raised mass",
+}
 
 
 if __name__ == "__main__":
@@ -111,6 +154,7 @@ if __name__ == "__main__":
     parser.add_argument("--heads", type=int, default=3, help="KV heads of a layer")
     parser.add_argument("--seeds", type=int, default=5, help="trees of each head")
     parser.add_argument("--stride", type=int, default=4, help="positions between queries, of 32")
+    parser.add_argument("--plot", type=Path)
     a = parser.parse_args()
     for n in a.lengths:
         started = time.time()
@@ -118,3 +162,5 @@ if __name__ == "__main__":
         print(f"\n{n} tokens, {time.time() - started:.0f} s\n\n{table(results)}", flush=True)
         everything = {name: [asdict(r) for r in mine] for name, mine in results.items()}
         (RESULTS / f"opening-{n}.json").write_text(json.dumps(everything))
+    if a.plot:
+        plot(a.plot)

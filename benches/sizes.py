@@ -98,7 +98,7 @@ def plot(results: dict[tuple[str, object], np.ndarray], path: Path) -> None:
     import matplotlib
 
     matplotlib.use("svg")
-    matplotlib.rcParams["svg.hashsalt"] = "icecache"
+    matplotlib.rcParams.update({"svg.hashsalt": "icecache", "svg.fonttype": "none"})
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 4.5))

@@ -38,6 +38,8 @@ class Candidate:
     extra: Callable[[View], Extra] | None = None
     factor: int = 8
     """Keys scored exactly, as a multiple of the budget."""
+    far: float = 0.0
+    """See `decode`."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +118,13 @@ def measure(problem: Problem, seed: int, candidates: Iterable[Candidate]) -> lis
 
         def outcome_of(step: Step, candidate: Candidate = candidate) -> Outcome:
             extra = candidate.extra and candidate.extra(step.view)
-            return decode(step, candidate.rule, candidates=64 * candidate.factor, extra=extra)
+            return decode(
+                step,
+                candidate.rule,
+                candidates=64 * candidate.factor,
+                extra=extra,
+                far=candidate.far,
+            )
 
         outcome = outcome_of(step)
         found = outcome_of(hidden).selected[np.arange(2 * NEEDLES), rows]

@@ -37,7 +37,7 @@ from rules import (
 
 from icecache import IceConfig
 
-SHIPPED = raised_share(IceConfig().open_share)
+SHIPPED = share_of_lowest(IceConfig().open_fraction)
 CANDIDATES = [
     Candidate("every node", share_of_lowest(1.0)),
     Candidate("half of each level", share_of_each(0.5)),
@@ -57,6 +57,7 @@ CANDIDATES = [
     ),
     Candidate("50% with factor 16", share_of_lowest(0.5), factor=16),
     Candidate("raised share above 0.003 with factor 16", raised_share(3e-3), factor=16),
+    Candidate("raised share above 0.003 and farthest key", raised_share(3e-3), far=2.5),
 ]
 
 
@@ -71,7 +72,13 @@ def problem(text: str, layer: int, head: int, n: int, stride: int) -> Problem:
 
 
 def run(
-    n: int, texts: list[str], layers: list[int], heads: int, seeds: int, stride: int
+    candidates: list[Candidate],
+    n: int,
+    texts: list[str],
+    layers: list[int],
+    heads: int,
+    seeds: int,
+    stride: int,
 ) -> dict[str, list[Result]]:
     results = defaultdict(list)
     for text in texts:
@@ -81,7 +88,7 @@ def run(
                 if head == 0:
                     check(one, 0, SHIPPED)
                 for seed in range(seeds):
-                    for result in measure(one, seed, CANDIDATES):
+                    for result in measure(one, seed, candidates):
                         results[result.name].append(result)
     return results
 
@@ -119,7 +126,7 @@ def plot(path: Path) -> None:
         for number, (family, belongs) in enumerate(FAMILIES.items()):
             points = []
             for name, mine in json.loads(file.read_text()).items():
-                if belongs in name and "candidates" not in name and "factor" not in name:
+                if belongs in name and "factor" not in name and "and " not in name:
                     rows = fmean(r["key_share"] + r["value_share"] for r in mine)
                     error = np.sqrt(np.mean(np.concatenate([r["errors"] for r in mine]) ** 2))
                     points.append((100 * rows / 2, error))
@@ -154,13 +161,17 @@ if __name__ == "__main__":
     parser.add_argument("--heads", type=int, default=3, help="KV heads of a layer")
     parser.add_argument("--seeds", type=int, default=5, help="trees of each head")
     parser.add_argument("--stride", type=int, default=4, help="positions between queries, of 32")
+    parser.add_argument("--rules", default="", help="only those whose name contains this")
     parser.add_argument("--plot", type=Path)
     a = parser.parse_args()
+    candidates = [c for c in CANDIDATES if a.rules in c.name]
     for n in a.lengths:
         started = time.time()
-        results = run(n, a.texts, a.layers, a.heads, a.seeds, a.stride)
+        results = run(candidates, n, a.texts, a.layers, a.heads, a.seeds, a.stride)
         print(f"\n{n} tokens, {time.time() - started:.0f} s\n\n{table(results)}", flush=True)
-        everything = {name: [asdict(r) for r in mine] for name, mine in results.items()}
-        (RESULTS / f"opening-{n}.json").write_text(json.dumps(everything))
+        file = RESULTS / f"opening-{n}.json"
+        known = json.loads(file.read_text()) if file.exists() else {}
+        known |= {name: [asdict(r) for r in mine] for name, mine in results.items()}
+        file.write_text(json.dumps(known))
     if a.plot:
         plot(a.plot)

@@ -72,6 +72,7 @@ class RuleLayer(DenseLayer):
                 budget=self.config.token_budget,
                 candidates=self.config.token_budget * self._rule.factor,
                 extra=self._rule.extra and self._rule.extra(view),
+                far=self._rule.far,
             )
             out[head] = torch.from_numpy(outcome.out[0])
             keys.append(outcome.key_rows[0])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -64,6 +65,14 @@ class View:
         self.always_keys, self.always_values = keys[self.always], values[self.always]
         self.value_norm = float(np.sqrt((values**2).sum(1).mean()))
 
+    @cached_property
+    def farthest(self) -> np.ndarray:
+        """Distance of a leaf's farthest key to the leaf's mean."""
+        distance = np.linalg.norm(self.keys - self.mean - self.levels[0].keys[self.leaf], axis=1)
+        farthest = np.zeros(len(self.levels[0].count))
+        np.maximum.at(farthest, self.leaf, distance)
+        return farthest
+
     def far_leaves(self, share: float) -> np.ndarray:
         """The leaves farthest from their parent's mean, a mask."""
         leaves, parents = self.levels[0], self.levels[1]
@@ -72,10 +81,7 @@ class View:
 
     def far_keys(self, share: float) -> np.ndarray:
         """The leaves whose farthest key is farthest from the leaf's mean, a mask."""
-        distance = np.linalg.norm(self.keys - self.mean - self.levels[0].keys[self.leaf], axis=1)
-        farthest = np.zeros(len(self.levels[0].count))
-        np.maximum.at(farthest, self.leaf, distance)
-        return farthest >= np.quantile(farthest, 1 - share)
+        return self.farthest >= np.quantile(self.farthest, 1 - share)
 
 
 class Step:
@@ -127,6 +133,14 @@ class Step:
         shares = np.exp(np.minimum(raised, 80)) / self.total(depth)
         return np.where(self.reached[depth], shares.sum(1), 0.0)
 
+    def far_shares(self, weight: float) -> np.ndarray:
+        """Share of the softmax that a leaf's farthest key alone may hold, as `shares`."""
+        leaves = self.view.levels[0]
+        raised = self.logits[0] - np.log(leaves.count) - self.high
+        raised = raised + weight * self.deviation * self.view.farthest
+        shares = np.exp(np.minimum(raised, 80)) / self.total(0)
+        return np.where(self.reached[0], shares.sum(1), 0.0)
+
 
 Rule = Callable[[Step, int], np.ndarray]
 """Which of the reached upper nodes of a level to open, [positions, nodes]."""
@@ -170,8 +184,13 @@ def decode(
     budget: int = 64,
     candidates: int = 512,
     extra: Extra | None = None,
+    far: float = 0.0,
 ) -> Outcome:
-    """A decode step under a rule: descend, score candidates, select, add the tail."""
+    """A decode step under a rule: descend, score candidates, select, add the tail.
+
+    `far`: leaves also count for one key that lies this many deviations along its query, where a
+    deviation is that of the leaf's farthest key.
+    """
     step.start()
     view, queries = step.view, step.queries
     top = len(view.levels) - 1
@@ -201,7 +220,10 @@ def decode(
     step.reached[0] = reached
     leaves = view.levels[0]
     key_rows += reached.sum(-1)
-    read = enough(step.shares(0), reached, leaves.count, candidates)
+    ranked = step.shares(0)
+    if far:
+        ranked = np.maximum(ranked, step.far_shares(far))
+    read = enough(ranked, reached, leaves.count, candidates)
     if forced is not None:
         read |= forced
     unread = step.weights(0) * (reached & ~read)[:, None]

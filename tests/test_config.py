@@ -35,7 +35,7 @@ OPTIONS = {field.name for field in dataclasses.fields(IceConfig)}
 
 
 def test_these_are_all_options():
-    assert {*LEAST, *CHOICES, "open_share", "page_capacity"} == OPTIONS
+    assert {*LEAST, *CHOICES, "open_fraction", "page_capacity"} == OPTIONS
 
 
 def test_the_defaults_that_are_promised():
@@ -89,21 +89,23 @@ def test_whole_pages_have_no_tail():
         IceConfig(selection="pages")
 
 
-@pytest.mark.parametrize("value", [0, 0.0, 0.001, 0.5, 1, 1.0, np.float64(0.25)])
-def test_the_open_share_is_a_share(value):
-    assert IceConfig(open_share=value).open_share == value
+@pytest.mark.parametrize("value", [0.001, 0.5, 1, 1.0, np.float64(0.25)])
+def test_the_open_fraction_is_a_share(value):
+    assert IceConfig(open_fraction=value).open_fraction == value
 
 
-@pytest.mark.parametrize("value", [-0.5, 1.0001, 2, np.nan, np.inf])
-def test_the_open_share_is_between_0_and_1(value):
-    with pytest.raises(ValueError, match=f"open_share must be between 0 and 1, got {value}"):
-        IceConfig(open_share=value)
+@pytest.mark.parametrize("value", [0, 0.0, -0.5, 1.0001, 2, np.nan, np.inf])
+def test_the_open_fraction_is_above_0_and_at_most_1(value):
+    with pytest.raises(
+        ValueError, match=f"open_fraction must be above 0 and at most 1, got {value}"
+    ):
+        IceConfig(open_fraction=value)
 
 
 @pytest.mark.parametrize("value", [True, "0.5", None, [0.5]])
-def test_the_open_share_is_a_number(value):
-    with pytest.raises(TypeError, match="open_share must be a number"):
-        IceConfig(open_share=value)
+def test_the_open_fraction_is_a_number(value):
+    with pytest.raises(TypeError, match="open_fraction must be a number"):
+        IceConfig(open_fraction=value)
 
 
 def test_a_page_holds_its_mean():
@@ -155,7 +157,7 @@ def test_the_paper():
                 for name, least in LEAST.items()
                 if name != "num_threads"
             },
-            "open_share": st.floats(0.0, 1.0),
+            "open_fraction": st.floats(1e-30, 1.0),
             "summary_dtype": st.sampled_from(CHOICES["summary_dtype"]),
             "tail": st.sampled_from(CHOICES["tail"]),
         },
@@ -180,7 +182,7 @@ def test_whatever_the_config_takes_the_cache_takes(options):
         ("page_capacity", 6, lambda it, base: it.mean_page_fill < 0.9 * base.mean_page_fill),
         ("fanout", 4, lambda it, base: len(it.nodes_per_level) > len(base.nodes_per_level)),
         ("refine_passes", 0, lambda it, base: it.nodes_per_level != base.nodes_per_level),
-        ("open_share", 0.5, lambda it, base: it.value_rows_read < base.value_rows_read),
+        ("open_fraction", 0.05, lambda it, base: it.value_rows_read < base.value_rows_read),
         ("tail", "drop", lambda it, base: it.value_rows_read == it.tokens_exact),
         ("summary_dtype", "f32", lambda it, base: it.index_bytes > 1.4 * base.index_bytes),
         ("dense_below", 10**6, lambda it, base: it.tokens_exact == 3002),

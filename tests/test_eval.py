@@ -222,7 +222,7 @@ def test_rows_of_passkeys(model, tokenizer, progress):
 
 
 def test_a_plan_forces_what_all_policies_share():
-    runs = plan(["full", "topk", "pages", "icecache"], [16, 64], {"open_share": 0.25})
+    runs = plan(["full", "topk", "pages", "icecache"], [16, 64], {"open_fraction": 0.25})
     assert [(run.policy, run.budget) for run in runs] == [
         ("full", None),
         *((policy, budget) for policy in ("topk", "pages", "icecache") for budget in (16, 64)),
@@ -231,12 +231,14 @@ def test_a_plan_forces_what_all_policies_share():
         config = run.config()
         assert {name: getattr(config, name) for name in FORCED} == FORCED
         assert config.token_budget == (run.budget or 64)
-        assert config.open_share == (0.25 if run.policy == "icecache" else IceConfig().open_share)
+        assert config.open_fraction == (
+            0.25 if run.policy == "icecache" else IceConfig().open_fraction
+        )
     assert runs[-1].config(seed=7).seed == 7
     for options, message in [
         ({"window_tokens": 1}, "window_tokens cannot be set"),
         ({"token_budget": 1}, "token_budget cannot be set"),
-        ({"open_share": 2}, "open_share must be between 0 and 1"),
+        ({"open_fraction": 2}, "open_fraction must be above 0"),
         ({"speed": 2}, "speed"),
     ]:
         with pytest.raises(EvalError, match=message):

@@ -93,7 +93,7 @@ def test_a_tree_opened_to_single_tokens_is_full_attention(kind, data, budget, t)
         token_budget=budget,
         page_size=1,
         page_capacity=1,
-        open_share=0.0,
+        open_fraction=1.0,
         summary_dtype="f32",
         fanout=data.draw(st.integers(2, 13)),
         sink_tokens=data.draw(st.integers(0, 40)),
@@ -243,8 +243,8 @@ def test_the_summary_of_the_rest_beats_dropping_it_and_a_budget_helps():
 def test_a_step_reads_a_part_and_says_how_much():
     problem = make_problem("numpy-f32", kv_heads=2, group=2, dim=32, n=4000, seed=2)
     layers = {
-        share: prefilled(problem, problem.n - 1, token_budget=32, open_share=share)
-        for share in (0.1, 0.0)
+        fraction: prefilled(problem, problem.n - 1, token_budget=32, open_fraction=fraction)
+        for fraction in (0.1, 1.0)
     }
     for layer in layers.values():
         layer.decode(*problem.rows(problem.n - 1, problem.n))
@@ -255,7 +255,7 @@ def test_a_step_reads_a_part_and_says_how_much():
     assert always + 32 * 8 <= stats.key_rows_read <= 0.4 * problem.n
     assert always + 32 < stats.value_rows_read <= 0.4 * problem.n
     assert 0 < stats.mass_exact < 1
-    more = layers[0.0].stats()
+    more = layers[1.0].stats()
     whole_pages = more.key_rows_read - always - sum(more.nodes_per_level) / 2
     assert 32 * 8 <= whole_pages < 32 * 8 + 2 * 6
     assert 0 < more.error_estimate < stats.error_estimate

@@ -54,8 +54,8 @@ class IceConfig:
     """Target mean of children per upper node; a node splits above twice as many."""
     refine_passes: int = 2
     """Times that the build moves the nodes to their means and links everything anew."""
-    open_share: float = 0.003
-    """Lowest upper nodes that may hold more than this of the softmax are opened; above them all."""
+    open_fraction: float = 0.75
+    """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole."""
     field_of_view: int = 32
     """Nodes opened per level by an M-DCI search (selection "pages")."""
     selection: str = "tokens"
@@ -95,11 +95,11 @@ class IceConfig:
             self._require_int("page_capacity", self.page_size)
         if self.num_threads is not None:
             self._require_int("num_threads", 1)
-        share = self.open_share
-        if isinstance(share, bool) or not isinstance(share, (int, float)):
-            raise TypeError(f"open_share must be a number, got {share!r}")
-        if not 0.0 <= share <= 1.0:
-            raise ValueError(f"open_share must be between 0 and 1, got {share!r}")
+        fraction = self.open_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+            raise TypeError(f"open_fraction must be a number, got {fraction!r}")
+        if not 0.0 < fraction <= 1.0:
+            raise ValueError(f"open_fraction must be above 0 and at most 1, got {fraction!r}")
         for name, allowed in (
             ("selection", _SELECTIONS),
             ("tail", _TAILS),

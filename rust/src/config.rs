@@ -45,7 +45,7 @@ pub struct Options {
     pub sink_tokens: usize,
     pub window_tokens: usize,
     pub candidate_factor: usize,
-    pub open_share: f32,
+    pub open_fraction: f32,
     pub field_of_view: usize,
     pub selection: Selection,
     pub tail: Tail,
@@ -75,7 +75,7 @@ impl Default for Options {
             sink_tokens: 32,
             window_tokens: 64,
             candidate_factor: 8,
-            open_share: 0.003,
+            open_fraction: 0.75,
             field_of_view: 32,
             selection: Selection::Tokens,
             tail: Tail::Summary,
@@ -100,11 +100,11 @@ impl Options {
         at_least("window_tokens", self.window_tokens, 1)?;
         at_least("candidate_factor", self.candidate_factor, 1)?;
         at_least("field_of_view", self.field_of_view, 1)?;
-        if !(0.0..=1.0).contains(&self.open_share) {
+        if !(self.open_fraction > 0.0 && self.open_fraction <= 1.0) {
             return Err(Error::Config {
-                option: "open_share",
-                expected: "between 0 and 1".into(),
-                got: self.open_share.to_string(),
+                option: "open_fraction",
+                expected: "above 0 and at most 1".into(),
+                got: self.open_fraction.to_string(),
             });
         }
         if self.selection == Selection::Pages && self.tail == Tail::Summary {

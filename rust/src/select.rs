@@ -144,8 +144,7 @@ impl Selection {
             selection: self,
             queries,
             candidates: options.candidates(),
-            open_share: options.open_share,
-            worth_opening: 0,
+            open_fraction: options.open_fraction,
         };
         descend(&tree.levels, 0, &mut mass, &mut frontier);
         self.key_rows += frontier.scored;
@@ -376,11 +375,8 @@ struct GroupMass<'a> {
     selection: &'a mut Selection,
     queries: &'a [f32],
     candidates: usize,
-    /// Nodes of the lowest upper level that may hold more are opened, those above it whatever they
-    /// may hold.
-    open_share: f32,
-    /// How many of the nodes just scored may hold more.
-    worth_opening: usize,
+    /// Share of the lowest upper level to open; levels above it are opened whole.
+    open_fraction: f32,
 }
 
 impl Priority for GroupMass<'_> {
@@ -432,17 +428,17 @@ impl Priority for GroupMass<'_> {
                 .zip(&s.raised)
                 .for_each(|(p, w)| *p += *w * share);
         }
-        self.worth_opening = out.iter().filter(|&&p| p > self.open_share).count();
     }
 
     fn open(&mut self, depth: usize, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize {
         if depth > 1 {
             return nodes.len();
         }
+        let share = (self.open_fraction * nodes.len() as f32).ceil() as usize;
         let enough = order.count_until(self.candidates, |place| {
             level.scalars[nodes[place] as usize].count as usize
         });
-        self.worth_opening.max(enough)
+        share.max(enough)
     }
 
     fn close(&mut self, depth: usize, nodes: &[NodeId], places: &[u32]) {

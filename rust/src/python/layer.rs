@@ -304,7 +304,7 @@ fn options(config: Any<'_, '_>) -> PyResult<Options> {
         sink_tokens: count("sink_tokens")?,
         window_tokens: count("window_tokens")?,
         candidate_factor: count("candidate_factor")?,
-        open_share: config.getattr("open_share")?.extract()?,
+        open_fraction: config.getattr("open_fraction")?.extract()?,
         field_of_view: count("field_of_view")?,
         selection: match text("selection")?.as_str() {
             "pages" => Selection::Pages,

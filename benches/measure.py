@@ -10,6 +10,7 @@ from tree_view import OPTIONS, SINK, WINDOW, Extra, Outcome, Rule, Step, View, d
 
 from icecache import IceConfig, LayerCache
 
+BUDGET, FACTOR = 64, 8
 NEEDLES = 4
 """Of each of two kinds, planted per head in a tree of their own: errors are measured without."""
 
@@ -36,7 +37,7 @@ class Candidate:
     name: str
     rule: Rule
     extra: Callable[[View], Extra] | None = None
-    factor: int = 8
+    factor: int = FACTOR
     """Keys scored exactly, as a multiple of the budget."""
     far: float = 0.0
     """See `decode`."""
@@ -67,11 +68,14 @@ def build(problem: Problem, seed: int, **options: object) -> View:
 def check(problem: Problem, seed: int, rule: Rule) -> None:
     """Refuses to measure if `rule` does not select what the package selects by default."""
     group = problem.q.shape[1]
-    layer = LayerCache(group, 1, problem.k.shape[1], IceConfig(**OPTIONS, seed=seed), 1.0)
+    config = IceConfig(**OPTIONS, seed=seed)
+    layer = LayerCache(group, 1, problem.k.shape[1], config, 1.0)
     layer.prefill(problem.k[None], problem.v[None])
     out = layer.attend(np.ascontiguousarray(problem.q[-1][:, None]))[:, 0]
     view = View(layer, 0, problem.k, problem.v)
-    mine = decode(Step(view, problem.q[-1:], problem.visible[-1:]), rule)
+    step = Step(view, problem.q[-1:], problem.visible[-1:])
+    candidates = config.token_budget * config.candidate_factor
+    mine = decode(step, rule, budget=config.token_budget, candidates=candidates)
     positions = np.union1d(view.always, view.ids[mine.selected[0]])
     stats = layer.stats()
     same = np.array_equal(positions, layer.selected()[0])
@@ -121,7 +125,8 @@ def measure(problem: Problem, seed: int, candidates: Iterable[Candidate]) -> lis
             return decode(
                 step,
                 candidate.rule,
-                candidates=64 * candidate.factor,
+                budget=BUDGET,
+                candidates=BUDGET * candidate.factor,
                 extra=extra,
                 far=candidate.far,
             )

@@ -57,7 +57,8 @@ CANDIDATES = [
     ),
     Candidate("50% with factor 16", share_of_lowest(0.5), factor=16),
     Candidate("raised share above 0.003 with factor 16", raised_share(3e-3), factor=16),
-    Candidate("raised share above 0.003 and farthest key", raised_share(3e-3), far=2.5),
+    Candidate("75% and leaves by farthest key", share_of_lowest(0.75), far=2.5),
+    Candidate("50% and all by farthest key", share_of_lowest(0.5, far=2.5), far=2.5),
 ]
 
 

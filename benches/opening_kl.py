@@ -10,6 +10,7 @@ builds; what is decoded stays in the window. "package" is `LayerCache` itself.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from copy import copy
 from dataclasses import dataclass, replace
@@ -18,7 +19,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from measure import Candidate
+from measure import FACTOR, Candidate
 from opening import CANDIDATES, numbers
 from real_rows import CONTEXT, TEXTS, load_rows
 from rich.progress import Progress
@@ -108,17 +109,18 @@ class RuleRun(Run):
 
 def runs(names: list[str], budget: int, context: Prefill, seed: int, group: int) -> dict[str, Run]:
     """The rules of these names over one set of trees, and the package itself."""
-    package = Run("icecache", budget)
+    packages = {
+        "package": Run("icecache", budget, {"candidate_factor": FACTOR}),
+        "package with factor 16": Run("icecache", budget, {"candidate_factor": 16}),
+    }
     rules = {c.name: c for c in CANDIDATES if c.name in names}
-    trees = Trees(context, package, seed, group) if rules else None
+    trees = Trees(context, packages["package"], seed, group) if rules else None
     made = {name: RuleRun("icecache", budget, {}, rule, trees) for name, rule in rules.items()}
-    return {"package": package, **made} if "package" in names else made
+    return {**{name: run for name, run in packages.items() if name in names}, **made}
 
 
 def kl(names: list[str], budget: int, seeds: int, tokens: int, texts: list[str]) -> None:
     model, _ = load_model()
-    print("| opened | KL | of the seeds | " + " | ".join(texts) + " | keys read | values read |")
-    print("|---|---|---|" + "---|" * (len(texts) + 2))
     found: dict[tuple[str, str], list[Any]] = {}
     with Progress(disable=True) as progress:
         for text in texts:
@@ -132,6 +134,9 @@ def kl(names: list[str], budget: int, seeds: int, tokens: int, texts: list[str])
                     mean = fmean(divergence(a, b) for a, b in zip(truth, steps, strict=True))
                     shares = [(step.key_share, step.value_share) for step in steps]
                     found.setdefault((name, text), []).append((mean, *np.mean(shares, axis=0)))
+                    print(f"{text}, seed {seed}, {name}: {mean:.4f}", file=sys.stderr)
+    print("| opened | KL | of the seeds | " + " | ".join(texts) + " | keys read | values read |")
+    print("|---|---|---|" + "---|" * (len(texts) + 2))
     for name in names:
         mine = np.array([found[name, text] for text in texts])
         per_seed = mine[..., 0].mean(0)

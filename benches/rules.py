@@ -20,14 +20,18 @@ def share_of_each(share: float) -> Rule:
     return rule
 
 
-def share_of_lowest(share: float, spread: float = 2.0) -> Rule:
-    """All levels whole but the lowest upper one, of which the best `share` is opened."""
+def share_of_lowest(share: float, spread: float = 2.0, far: float = 0.0) -> Rule:
+    """All levels whole but the lowest upper one, of which the best `share` is opened. With `far`
+    nodes also count for one key, as leaves do in `decode`."""
 
     def rule(step: Step, depth: int) -> np.ndarray:
         reached = step.reached[depth]
         if depth > 1:
             return reached
-        return best(step.shares(depth, spread), reached, np.ceil(share * reached.sum(-1)))
+        ranked = step.shares(depth, spread)
+        if far:
+            ranked = np.maximum(ranked, step.far_shares(depth, far))
+        return best(ranked, reached, np.ceil(share * reached.sum(-1)))
 
     return rule
 

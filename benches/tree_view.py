@@ -66,11 +66,15 @@ class View:
         self.value_norm = float(np.sqrt((values**2).sum(1).mean()))
 
     @cached_property
-    def farthest(self) -> np.ndarray:
-        """Distance of a leaf's farthest key to the leaf's mean."""
-        distance = np.linalg.norm(self.keys - self.mean - self.levels[0].keys[self.leaf], axis=1)
-        farthest = np.zeros(len(self.levels[0].count))
-        np.maximum.at(farthest, self.leaf, distance)
+    def farthest(self) -> list[np.ndarray]:
+        """Per level, the distance of a node's farthest key to the node's mean."""
+        farthest, node = [], self.leaf
+        for level in self.levels:
+            distance = np.linalg.norm(self.keys - self.mean - level.keys[node], axis=1)
+            farthest.append(np.zeros(len(level.count)))
+            np.maximum.at(farthest[-1], node, distance)
+            if level is not self.levels[-1]:
+                node = level.parent[node]
         return farthest
 
     def far_leaves(self, share: float) -> np.ndarray:
@@ -81,7 +85,7 @@ class View:
 
     def far_keys(self, share: float) -> np.ndarray:
         """The leaves whose farthest key is farthest from the leaf's mean, a mask."""
-        return self.farthest >= np.quantile(self.farthest, 1 - share)
+        return self.farthest[0] >= np.quantile(self.farthest[0], 1 - share)
 
 
 class Step:
@@ -133,13 +137,12 @@ class Step:
         shares = np.exp(np.minimum(raised, 80)) / self.total(depth)
         return np.where(self.reached[depth], shares.sum(1), 0.0)
 
-    def far_shares(self, weight: float) -> np.ndarray:
-        """Share of the softmax that a leaf's farthest key alone may hold, as `shares`."""
-        leaves = self.view.levels[0]
-        raised = self.logits[0] - np.log(leaves.count) - self.high
-        raised = raised + weight * self.deviation * self.view.farthest
-        shares = np.exp(np.minimum(raised, 80)) / self.total(0)
-        return np.where(self.reached[0], shares.sum(1), 0.0)
+    def far_shares(self, depth: int, weight: float) -> np.ndarray:
+        """Share of the softmax that a node's farthest key alone may hold, as `shares`."""
+        raised = self.logits[depth] - np.log(self.view.levels[depth].count) - self.high
+        raised = raised + weight * self.deviation * self.view.farthest[depth]
+        shares = np.exp(np.minimum(raised, 80)) / self.total(depth)
+        return np.where(self.reached[depth], shares.sum(1), 0.0)
 
 
 Rule = Callable[[Step, int], np.ndarray]
@@ -181,8 +184,8 @@ def decode(
     step: Step,
     rule: Rule,
     *,
-    budget: int = 64,
-    candidates: int = 512,
+    budget: int,
+    candidates: int,
     extra: Extra | None = None,
     far: float = 0.0,
 ) -> Outcome:
@@ -222,7 +225,7 @@ def decode(
     key_rows += reached.sum(-1)
     ranked = step.shares(0)
     if far:
-        ranked = np.maximum(ranked, step.far_shares(far))
+        ranked = np.maximum(ranked, step.far_shares(0, far))
     read = enough(ranked, reached, leaves.count, candidates)
     if forced is not None:
         read |= forced

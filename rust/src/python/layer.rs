@@ -4,7 +4,8 @@ use super::arrays::Array;
 use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::layer::{Layer, Shape};
-use crate::rows::{Buffer, Dtype};
+use crate::rows::{Buffer, Dtype, RowStore, to_f32};
+use crate::tree::node::{Level, Scalars};
 use half::vec::HalfFloatVecExt;
 use numpy::{IntoPyArray, PyArray3, PyArrayMethods};
 use pyo3::prelude::*;
@@ -181,6 +182,40 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.check())
     }
 
+    /// The tree of one KV head as arrays, for measurement; None where there is none. "levels" goes
+    /// from the leaves up, "ids" holds the positions of the tokens leaf by leaf.
+    fn nodes<'py>(&self, py: Python<'py>, head: usize) -> PyResult<Option<Bound<'py, PyDict>>> {
+        let copied = locked(py, &self.0, |layer| {
+            let tree = layer.heads().get(head).and_then(|head| head.tree());
+            Ok(tree.map(|tree| {
+                let pages = tree.leaves().pages.iter();
+                let ids: Vec<u32> = pages.flat_map(|&p| tree.pages.ids(p)).copied().collect();
+                let levels: Vec<_> = tree.levels.iter().map(level_arrays).collect();
+                (tree.transform.mean().to_vec(), ids, levels)
+            }))
+        })?;
+        let Some((mean, ids, levels)) = copied else {
+            return Ok(None);
+        };
+        let levels = levels.into_iter().map(|(scalars, keys, values)| {
+            let level = PyDict::new(py);
+            let column = |of: fn(&Scalars) -> f32| -> Vec<f32> { scalars.iter().map(of).collect() };
+            let number = |of: fn(&Scalars) -> u32| -> Vec<u32> { scalars.iter().map(of).collect() };
+            level.set_item("parent", number(|s| s.parent).into_pyarray(py))?;
+            level.set_item("count", number(|s| s.count).into_pyarray(py))?;
+            level.set_item("key_radius", column(|s| s.key_radius).into_pyarray(py))?;
+            level.set_item("value_spread", column(|s| s.value_spread).into_pyarray(py))?;
+            level.set_item("keys", keys.into_pyarray(py))?;
+            level.set_item("values", values.into_pyarray(py))?;
+            Ok(level)
+        });
+        let nodes = PyDict::new(py);
+        nodes.set_item("levels", levels.collect::<PyResult<Vec<_>>>()?)?;
+        nodes.set_item("mean", mean.into_pyarray(py))?;
+        nodes.set_item("ids", ids.into_pyarray(py))?;
+        Ok(Some(nodes))
+    }
+
     /// The fields of `icecache.LayerStats`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = PyDict::new(py);
@@ -248,6 +283,18 @@ impl PyLayer {
         stats.set_item("nodes_per_level", pyo3::types::PyTuple::new(py, nodes)?)?;
         Ok(stats)
     }
+}
+
+/// Scalars, mean keys and mean values of a level, as f32.
+fn level_arrays(level: &Level) -> (Vec<Scalars>, Vec<f32>, Vec<f32>) {
+    let all = |rows: &RowStore| {
+        let mut flat = vec![0.0; rows.len() * rows.dim()];
+        for (i, row) in flat.chunks_exact_mut(rows.dim()).enumerate() {
+            to_f32(rows.row(i), row);
+        }
+        flat
+    };
+    (level.scalars.clone(), all(&level.keys), all(&level.values))
 }
 
 /// The array of a buffer, without a copy.

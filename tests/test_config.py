@@ -41,7 +41,7 @@ def test_these_are_all_options():
 
 def test_the_defaults_that_are_promised():
     config = IceConfig()
-    assert (config.token_budget, config.candidate_factor, config.dense_layers) == (64, 16, 0)
+    assert (config.token_budget, config.candidate_factor, config.dense_layers) == (64, 8, 0)
     assert (config.sparse_max_queries, config.seed, config.num_threads) == (32, 0, None)
     assert (config.selection, config.tail) == ("tokens", "summary")
 
@@ -198,7 +198,7 @@ def test_whatever_the_config_takes_the_cache_takes(options):
 )
 def test_every_option_reaches_the_core(name, value, shows):
     problem = make_problem("numpy-f32", kv_heads=1, group=2, dim=32, n=3002)
-    base = dict(dense_below=0, token_budget=200, candidate_factor=8)
+    base = dict(dense_below=0, token_budget=200)
     outs, stats = [], []
     for options in ({**base, name: value}, base):
         layer = LayerCache(2, 1, 32, IceConfig(**options))

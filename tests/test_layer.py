@@ -252,12 +252,12 @@ def test_a_step_reads_a_part_and_says_how_much():
     stats = layer.stats()
     always = stats.sink_tokens + stats.window_tokens
     assert stats.tokens_exact == always + 32
-    assert always + 32 * 16 <= stats.key_rows_read <= 0.4 * problem.n
+    assert always + 32 * 8 <= stats.key_rows_read <= 0.4 * problem.n
     assert always + 32 < stats.value_rows_read <= 0.4 * problem.n
     assert 0 < stats.mass_exact < 1
     more = layers[1.0].stats()
     whole_pages = more.key_rows_read - always - sum(more.nodes_per_level) / 2
-    assert 32 * 16 <= whole_pages < 32 * 16 + 2 * 6
+    assert 32 * 8 <= whole_pages < 32 * 8 + 2 * 6
     assert 0 < more.error_estimate < stats.error_estimate
     assert stats.nodes_per_level[0] == stats.pages > stats.nodes_per_level[-1]
     assert stats.mean_page_fill == pytest.approx(2 * stats.tree_tokens / stats.pages)

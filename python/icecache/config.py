@@ -52,7 +52,7 @@ class IceConfig:
     """First tokens of the sequence, always attended exactly."""
     window_tokens: int = 64
     """Most recent tokens, always attended exactly (at least 32, so that a crop stays cheap)."""
-    candidate_factor: int = 16
+    candidate_factor: int = 8
     """Keys scored exactly per head and step, as a multiple of `token_budget` (at least 256)."""
     page_size: int = 6
     """Target mean of tokens per page, a leaf of the tree."""

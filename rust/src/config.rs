@@ -82,7 +82,7 @@ impl Default for Options {
             token_budget: 64,
             sink_tokens: 32,
             window_tokens: 64,
-            candidate_factor: 16,
+            candidate_factor: 8,
             open_fraction: 0.75,
             field_of_view: 32,
             selection: Selection::Tokens,

@@ -148,6 +148,28 @@ pub fn to_f32(row: Elements<'_>, out: &mut [f32]) {
     typed!(Elements, row, x => out.iter_mut().zip(x).for_each(|(o, &v)| *o = Element::to_f32(v)));
 }
 
+/// Sum of squares, in 16 sums that run side by side.
+pub fn squares(row: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let blocks = row.chunks_exact(16);
+    let rest: f32 = blocks.remainder().iter().map(|x| x * x).sum();
+    blocks.for_each(|block| sums.iter_mut().zip(block).for_each(|(s, x)| *s += x * x));
+    sums.iter().sum::<f32>() + rest
+}
+
+/// Squared distance of two points, summed as [`squares`] does.
+pub fn squared_distance(a: &[f32], b: &[f32]) -> f32 {
+    let mut sums = [0.0f32; 16];
+    let (left, right) = (a.chunks_exact(16), b.chunks_exact(16));
+    let rest = left.remainder().iter().zip(right.remainder());
+    let rest: f32 = rest.map(|(x, y)| (x - y) * (x - y)).sum();
+    for (x, y) in left.zip(right) {
+        let terms = x.iter().zip(y).map(|(x, y)| (x - y) * (x - y));
+        sums.iter_mut().zip(terms).for_each(|(s, t)| *s += t);
+    }
+    sums.iter().sum::<f32>() + rest
+}
+
 /// Euclidean norm. Summed in f64, where the square of no f32 overflows.
 pub fn norm(row: &[f32]) -> f32 {
     let squares = row.iter().map(|&x| f64::from(x) * f64::from(x));

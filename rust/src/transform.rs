@@ -6,7 +6,7 @@
 //! see a constant added to every key, but distances, means and rounding do.
 
 use crate::error::Result;
-use crate::rows::{Strided, to_f32};
+use crate::rows::{Strided, squares, to_f32};
 use crate::threads::Workers;
 
 /// Keys are centred and lifted by one of these, fixed from the first bulk of keys on.
@@ -57,12 +57,8 @@ impl Transform {
     /// Writes `k - mu` and returns its squared norm.
     pub fn centre(&self, key: crate::rows::Elements<'_>, out: &mut [f32]) -> f32 {
         to_f32(key, out);
-        let mut squared = 0.0;
-        for (x, m) in out.iter_mut().zip(&self.mean) {
-            *x -= m;
-            squared += *x * *x;
-        }
-        squared
+        out.iter_mut().zip(&self.mean).for_each(|(x, m)| *x -= m);
+        squares(out)
     }
 
     /// The extra coordinate of a centred key; 0 for a key longer than M, whose link may then be a

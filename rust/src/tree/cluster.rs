@@ -1,6 +1,6 @@
 //! Dividing points among groups: a full node splits in two, a grown one regroups.
 
-use crate::rows::{Elements, Rows};
+use crate::rows::{Elements, Rows, squared_distance, squares};
 use crate::simd;
 
 /// Rounds of 2-means; more change few groups of this size.
@@ -124,7 +124,7 @@ impl Cloud {
         let mut centres = Vec::with_capacity(full.len() * self.width);
         full.iter()
             .for_each(|&i| centres.extend(self.mean(&groups[i])));
-        let half_norm = |c: &[f32]| 0.5 * c.iter().map(|x| x * x).sum::<f32>();
+        let half_norm = |c: &[f32]| 0.5 * squares(c);
         let half_norms = centres.chunks_exact(self.width).map(half_norm).collect();
         (full, centres, half_norms)
     }
@@ -183,7 +183,7 @@ impl Cloud {
         let mean = self.mean(group);
         let terms = group.iter();
         terms
-            .map(|&i| self.weights[i as usize] * distance(self.point(i), &mean))
+            .map(|&i| self.weights[i as usize] * squared_distance(self.point(i), &mean))
             .sum()
     }
 }
@@ -197,14 +197,15 @@ pub fn bisect(points: &[f32], dim: usize) -> Vec<bool> {
     let mut centres = [mean(points, dim, |_| true), Vec::new()];
     let first = farthest(points, dim, &centres[0]);
     let second = farthest(points, dim, point(first));
-    if distance(point(first), point(second)) <= 0.0 {
+    if squared_distance(point(first), point(second)) <= 0.0 {
         return (0..n).map(|i| i >= n / 2).collect();
     }
     centres = [point(first).to_vec(), point(second).to_vec()];
     let mut sides = vec![false; n];
     for _ in 0..ROUNDS {
         for (i, side) in sides.iter_mut().enumerate() {
-            *side = distance(point(i), &centres[1]) < distance(point(i), &centres[0]);
+            *side =
+                squared_distance(point(i), &centres[1]) < squared_distance(point(i), &centres[0]);
         }
         let ones = sides.iter().filter(|&&side| side).count();
         if ones == 0 || ones == n {
@@ -218,15 +219,11 @@ pub fn bisect(points: &[f32], dim: usize) -> Vec<bool> {
     sides
 }
 
-fn distance(a: &[f32], b: &[f32]) -> f32 {
-    a.iter().zip(b).map(|(x, y)| (x - y) * (x - y)).sum()
-}
-
 /// The first of the points farthest from `origin`.
 fn farthest(points: &[f32], dim: usize, origin: &[f32]) -> usize {
     let mut best = (0, -1.0);
     for (i, point) in points.chunks_exact(dim).enumerate() {
-        let d = distance(point, origin);
+        let d = squared_distance(point, origin);
         if d > best.1 {
             best = (i, d);
         }

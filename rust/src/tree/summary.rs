@@ -7,7 +7,7 @@
 use super::node::{Level, Scalars};
 use crate::ids::{NO_PARENT, PageId};
 use crate::pages::PagePool;
-use crate::rows::{Elements, make_room, to_f32};
+use crate::rows::{Elements, make_room, squares, to_f32};
 use crate::transform::Transform;
 
 /// Sums over tokens: centred keys, values, extra coordinates, squared norms of both.
@@ -41,7 +41,7 @@ impl Sums {
         let squared = transform.centre(key, &mut self.token[..key_dim]);
         let values = &mut self.token[key_dim..width - 3];
         to_f32(value, values);
-        let value_squared = values.iter().map(|v| v * v).sum();
+        let value_squared = squares(values);
         self.token[width - 3..].copy_from_slice(&[transform.lift(squared), squared, value_squared]);
         self.row
             .iter_mut()
@@ -62,8 +62,7 @@ impl Sums {
         let count = scalars.count as f32;
         to_f32(level.keys.row(node), &mut self.token[..key_dim]);
         to_f32(level.values.row(node), &mut self.token[key_dim..width - 3]);
-        let mean_square =
-            |mean: &[f32], spread: f32| mean.iter().map(|x| x * x).sum::<f32>() + spread * spread;
+        let mean_square = |mean: &[f32], spread: f32| squares(mean) + spread * spread;
         let key_square = mean_square(&self.token[..key_dim], scalars.key_radius);
         let value_square = mean_square(&self.token[key_dim..width - 3], scalars.value_spread);
         self.token[width - 3..].copy_from_slice(&[scalars.lift, key_square, value_square]);
@@ -99,8 +98,8 @@ impl Sums {
         let [lift, key_squares, value_squares] = mean[width - 3..] else {
             unreachable!("three sums follow keys and values")
         };
-        let key_norm: f32 = key.iter().map(|x| x * x).sum();
-        let value_norm: f32 = value.iter().map(|x| x * x).sum();
+        let key_norm = squares(key);
+        let value_norm = squares(value);
         level.keys.set_f32(node, key);
         level.values.set_f32(node, value);
         let scalars = &mut level.scalars[node];

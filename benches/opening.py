@@ -146,10 +146,10 @@ def plot(path: Path) -> None:
 
 FAMILIES = {
     "share of each level": "each level",
-    "share of the lowest": "of the lowest",
+    "share of the lowest (default)": "of the lowest",
     "the same, ranked by mean": "ranked by mean",
     "expected gain": "gain",
-    "raised share (default)": "raised share",
+    "raised share": "raised share",
     "all but some raised mass": "raised mass",
 }
 

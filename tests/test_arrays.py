@@ -9,7 +9,7 @@ import pytest
 import torch
 from kv_arrays import KINDS, assert_close, cast, make_problem, prefilled, same, tensor
 
-from icecache import LayerCache
+from icecache import DciTree, IceConfig, LayerCache
 from icecache.arrays import operand
 
 HEADS, GROUP, DIM = 2, 2, 8
@@ -239,7 +239,8 @@ def test_the_extremes_of_a_dtype_are_kept_bit_for_bit(kind):
     dtype = kind.split("-")[1]
     info = {"f32": np.finfo(np.float32), "f16": np.finfo(np.float16)}.get(dtype)
     info = info or ml_dtypes.finfo(ml_dtypes.bfloat16)
-    row = [float(info.max), float(info.min), float(info.tiny), 0.0, -0.0, 1.0, -1.0]
+    most = min(float(info.max), 0.99e15)  # beyond 1e15 numbers are refused
+    row = [most, -most, float(info.tiny), 0.0, -0.0, 1.0, -1.0]
     row.append(float(info.smallest_subnormal))
     array = cast(kind, np.broadcast_to(np.array(row, np.float32), (HEADS, 9, DIM)))
     layer = LayerCache(HEADS * GROUP, HEADS, DIM)
@@ -443,3 +444,40 @@ def test_it_says_that_it_cannot_be_copied(copied):
 def test_other_arguments_are_named_when_wrong(options, names):
     with pytest.raises((TypeError, ValueError), match=names):
         LayerCache(4, 2, 8, **options)
+
+
+@pytest.mark.parametrize("kind", ["numpy-f32", "torch-bf16"])
+@pytest.mark.parametrize("what", ["k", "v"])
+def test_rows_whose_squares_overflow_are_refused(kind, what):
+    layer = LayerCache(HEADS * GROUP, HEADS, DIM)
+    rows = {name: np.ones((HEADS, 4, DIM), np.float32) for name in "kv"}
+    layer.append(cast(kind, rows["k"]), cast(kind, rows["v"]))
+    rows[what][1, 2, 0] = -1e20
+    expected = rf"{what} must be at most 1e15 in size, got -\d+ at head 1, token 2"
+    with pytest.raises(ValueError, match=expected):
+        layer.append(cast(kind, rows["k"]), cast(kind, rows["v"]))
+    assert layer.seq_len == 4
+    tree = DciTree(DIM)
+    with pytest.raises(ValueError, match=r"keys must be at most 1e15 in size, got .* in row 2"):
+        tree.insert(cast(kind, rows[what][1]))
+    assert len(tree) == 0
+
+
+@pytest.mark.parametrize("size", [1e-30, 1e-24, 1e-10, 1e10, 9e14])
+def test_rows_of_any_accepted_size_are_indexed_soundly(size):
+    random = np.random.default_rng(0)
+    k = (size * random.standard_normal((1, 1500, 16))).clip(-1e15, 1e15).astype(np.float32)
+    layer = LayerCache(2, 1, 16, IceConfig(dense_below=0, token_budget=8))
+    layer.prefill(k[:, :600], k[:, :600])
+    for i in range(600, 1500):
+        layer.append(k[:, i : i + 1], k[:, i : i + 1])
+    layer.check()
+    out = layer.attend(np.float32(random.standard_normal((2, 1, 16)) / size))
+    stats = layer.stats()
+    assert np.isfinite(out).all() and np.isfinite(stats.error_estimate)
+    assert len(stats.nodes_per_level) <= 4 and stats.overhead < 1.0
+
+
+def test_empty_statistics_are_zeros():
+    stats = LayerCache(2, 1, 16).stats()
+    assert str(stats.overhead) == str(stats.tokens_exact) == "0.0"

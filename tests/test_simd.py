@@ -80,7 +80,3 @@ def test_instruction_sets_agree_with_plain_code(name: str, features: set, scalar
         np.testing.assert_allclose(got["scores"], want["scores"], atol=2e-5)
         # The trees may differ where keys are as good as equally near; how well they serve, not.
         assert got["error"] <= 1.1 * want["error"] + 0.01
-
-
-def test_an_instruction_set_that_does_not_exist_is_not_used() -> None:
-    assert values("mmx")["name"] in ("scalar", "avx2", "avx512")

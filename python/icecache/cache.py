@@ -105,6 +105,10 @@ class IceCache(Cache):
             options["token_budget"] = token_budget
         if config is not None and options:
             raise TypeError(f"expected either config or options, got config and {sorted(options)}")
+        if config is not None and not isinstance(config, IceConfig):
+            raise TypeError(f"config must be an IceConfig, got {config!r}")
+        if not isinstance(model, PreTrainedModel):
+            raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model)}")
         self.config = config if config is not None else IceConfig(**options)
         owner = _attention_owner(model)
         self._text_config: PreTrainedConfig = owner.config

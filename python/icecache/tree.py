@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -119,7 +119,7 @@ class DciTree:
         self, queries: Array, k: int, field_of_view: int | Sequence[int], exact: bool
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         k = require_int("k", k, 1)
-        counts = field_of_view if isinstance(field_of_view, Sequence) else (field_of_view,)
+        counts = field_of_view if isinstance(field_of_view, Iterable) else (field_of_view,)
         view = [require_int("field_of_view", count, 1) for count in counts]
         if not view:
             raise ValueError("field_of_view must have a number for the leaves, got none")

@@ -26,17 +26,17 @@ pub enum Error {
         expected: Dtype,
         got: Dtype,
     },
-    /// NaN or infinity: it would spread through the softmax, and no distance to it is defined.
-    #[error("{what} must be finite, got {value} at head {head}, token {token}")]
-    NotFinite {
+    /// NaN or infinity, which would spread through the softmax, or a number whose square would.
+    #[error("{what} must be {}, got {value} at head {head}, token {token}", range(*value))]
+    OutOfRange {
         what: &'static str,
         head: usize,
         token: usize,
         value: f32,
     },
     /// The same in a plain matrix.
-    #[error("{what} must be finite, got {value} in row {row}")]
-    NotFiniteRow {
+    #[error("{what} must be {}, got {value} in row {row}", range(*value))]
+    RowOutOfRange {
         what: &'static str,
         row: usize,
         value: f32,
@@ -69,3 +69,15 @@ pub enum Error {
 }
 
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// Largest element of a key or value: sums of squares over any number of tokens stay finite.
+pub const LARGEST_ELEMENT: f32 = 1e15;
+
+/// What a number that was refused should have been.
+fn range(value: f32) -> &'static str {
+    if value.is_finite() {
+        "at most 1e15 in size"
+    } else {
+        "finite"
+    }
+}

@@ -1,7 +1,7 @@
 //! An index of keys alone, for any use: what `DciTree` is in Python.
 
 use crate::config::TreeOptions;
-use crate::error::{Error, Result};
+use crate::error::{Error, LARGEST_ELEMENT, Result};
 use crate::exact;
 use crate::ids::KeyId;
 use crate::order::Best;
@@ -204,9 +204,14 @@ impl Index {
                 got: format!("[{}, {}]", keys.len, keys.dim),
             });
         }
-        match keys.not_finite() {
+        let limit = if what == "queries" {
+            f32::MAX
+        } else {
+            LARGEST_ELEMENT
+        };
+        match keys.beyond(limit) {
             None => Ok(()),
-            Some((row, value)) => Err(Error::NotFiniteRow { what, row, value }),
+            Some((row, value)) => Err(Error::RowOutOfRange { what, row, value }),
         }
     }
 }

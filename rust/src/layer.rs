@@ -1,7 +1,7 @@
 //! All heads of one layer of one sequence: the CPU flow, prefill and decode, spelled out.
 
 use crate::config::Options;
-use crate::error::{Error, Result};
+use crate::error::{Error, LARGEST_ELEMENT, Result};
 use crate::head::{Head, Scratch, Step};
 use crate::ids::KeyId;
 use crate::rows::{Buffer, Dtype, Elements, Strided, to_f32};
@@ -455,8 +455,14 @@ impl Layer {
                     got,
                 });
             }
-            if let Some((token, value)) = rows.not_finite() {
-                return Err(Error::NotFinite {
+            // Queries shrink where they must, see `scaled`.
+            let limit = if what == "q" {
+                f32::MAX
+            } else {
+                LARGEST_ELEMENT
+            };
+            if let Some((token, value)) = rows.beyond(limit) {
+                return Err(Error::OutOfRange {
                     what,
                     head,
                     token,

@@ -205,40 +205,42 @@ impl<'a> Strided<'a> {
         }
     }
 
-    /// The first element that is NaN or infinite: its row and value.
-    pub fn not_finite(self) -> Option<(usize, f32)> {
-        (0..self.len)
-            .find_map(|i| typed!(Elements, self.row(i), x => not_finite(x)).map(|value| (i, value)))
+    /// The first element that is NaN or larger than `limit` in size: its row and value.
+    pub fn beyond(self, limit: f32) -> Option<(usize, f32)> {
+        (0..self.len).find_map(|i| {
+            typed!(Elements, self.row(i), x => beyond(x, limit)).map(|value| (i, value))
+        })
     }
 }
 
-fn not_finite<T: Element + IsFinite>(row: &[T]) -> Option<f32> {
+fn beyond<T: Element + Bounded>(row: &[T], limit: f32) -> Option<f32> {
     // One pass without branches, so that it vectorises; the search runs only on bad input.
-    if row.iter().fold(true, |ok, &x| ok & x.finite()) {
+    if row.iter().fold(true, |ok, &x| ok & x.within(limit)) {
         return None;
     }
-    row.iter().find(|x| !x.finite()).map(|x| x.exact())
+    row.iter().find(|x| !x.within(limit)).map(|x| x.exact())
 }
 
-/// Finiteness by bits: [`Element::to_f32`] is only defined for finite values.
-trait IsFinite: Copy {
-    fn finite(self) -> bool;
+/// Size by bits: [`Element::to_f32`] is only defined for finite values.
+trait Bounded: Copy {
+    /// Not NaN, and at most `limit` (finite, and no less than the largest f16) in size.
+    fn within(self, limit: f32) -> bool;
     fn exact(self) -> f32;
 }
 
-impl IsFinite for f32 {
+impl Bounded for f32 {
     #[inline(always)]
-    fn finite(self) -> bool {
-        self.is_finite()
+    fn within(self, limit: f32) -> bool {
+        self.abs() <= limit
     }
     fn exact(self) -> f32 {
         self
     }
 }
 
-impl IsFinite for f16 {
+impl Bounded for f16 {
     #[inline(always)]
-    fn finite(self) -> bool {
+    fn within(self, _: f32) -> bool {
         self.to_bits() & 0x7c00 != 0x7c00
     }
     fn exact(self) -> f32 {
@@ -246,10 +248,10 @@ impl IsFinite for f16 {
     }
 }
 
-impl IsFinite for bf16 {
+impl Bounded for bf16 {
     #[inline(always)]
-    fn finite(self) -> bool {
-        self.to_bits() & 0x7f80 != 0x7f80
+    fn within(self, limit: f32) -> bool {
+        f32::from_bits(u32::from(self.to_bits()) << 16).abs() <= limit
     }
     fn exact(self) -> f32 {
         bf16::to_f32(self)
@@ -467,9 +469,9 @@ mod tests {
                 let ours = Element::to_f32(x);
                 assert_eq!(ours.to_bits(), f16::to_f32(x).to_bits(), "{bits:#x}");
             }
-            assert_eq!(x.finite(), x.is_finite());
+            assert_eq!(x.within(f32::MAX), x.is_finite());
             assert_eq!(
-                bf16::from_bits(bits).finite(),
+                bf16::from_bits(bits).within(f32::MAX),
                 bf16::from_bits(bits).is_finite()
             );
         }

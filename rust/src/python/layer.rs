@@ -258,11 +258,18 @@ impl PyLayer {
             let pages: usize = trees().map(|tree| tree.leaves().len()).sum();
             let count = heads.len().max(1) as f64;
             let mean = |what: &dyn Fn(crate::head::Step) -> f64| {
-                layer.last_steps().map(what).sum::<f64>() / count
+                layer.last_steps().map(what).fold(0.0, |a, x| a + x) / count
             };
             let means = [
                 ("mean_page_fill", tokens as f64 / pages.max(1) as f64),
-                ("overhead", (all - kv_bytes) as f64 / kv_bytes.max(1) as f64),
+                (
+                    "overhead",
+                    if kv_bytes == 0 {
+                        0.0
+                    } else {
+                        (all - kv_bytes) as f64 / kv_bytes as f64
+                    },
+                ),
                 ("tokens_exact", mean(&|step| step.tokens_exact as f64)),
                 ("key_rows_read", mean(&|step| step.key_rows as f64)),
                 ("value_rows_read", mean(&|step| step.value_rows as f64)),

@@ -5,7 +5,7 @@ use super::project::Crowd;
 use super::summary::Sums;
 use crate::error::{Error, Result};
 use crate::ids::{NO_PARENT, NodeId};
-use crate::rows::{Dtype, to_f32};
+use crate::rows::{Dtype, norm, to_f32};
 use std::collections::HashSet;
 
 impl Tree {
@@ -159,7 +159,8 @@ fn close(
         let most = half::f16::MAX.to_f32();
         b.iter_mut().for_each(|x| *x = x.clamp(-most, most));
     }
-    let size = scale + b.iter().map(|x| x * x).sum::<f32>().sqrt();
+    // Below the floor squares vanish, and with them the scale.
+    let size = scale + norm(&b) + 1e-15;
     let tolerance = match ours.dtype() {
         Dtype::F32 => 1e-4,
         Dtype::F16 => 2e-3,

@@ -236,15 +236,9 @@ impl PagePool {
 
     /// A new page of the rows `keep` of `id`, which stays as it is.
     pub fn subset(&mut self, id: PageId, keep: &[u32]) -> PageId {
-        let rows: Vec<_> = keep.iter().map(|&row| (id, row)).collect();
-        self.collect(&rows)
-    }
-
-    /// A new page of rows of any pages, which stay as they are.
-    pub fn collect(&mut self, rows: &[(PageId, u32)]) -> PageId {
-        let page = self.allocate(rows.len());
-        for (to, &(from, row)) in rows.iter().enumerate() {
-            self.copy_row((from, row as usize), (page, to));
+        let page = self.allocate(keep.len());
+        for (to, &from) in keep.iter().enumerate() {
+            self.copy_row((id, from as usize), (page, to));
         }
         page
     }
@@ -270,12 +264,8 @@ impl PagePool {
             self.pages[id].block = to;
             let chunk = &old[from.chunk as usize];
             let (start, rows) = (from.start as usize, from.rows as usize);
-            let source = Rows {
-                dim: 1,
-                len: 0,
-                elements: chunk.data.as_elements(),
-            };
-            let source = source.slice(start * width..(start + rows) * width).elements;
+            let source = chunk.data.as_elements();
+            let source = source.slice(start * width..(start + rows) * width);
             let target = &mut self.chunks[to.chunk as usize];
             target.data.write(to.start as usize * width, source);
             target.ids[to.start as usize..][..rows].copy_from_slice(&chunk.ids[start..][..rows]);
@@ -323,15 +313,11 @@ impl PagePool {
 
     fn block_rows(&self, block: Block, at: usize, dim: usize) -> Rows<'_> {
         let rows = block.rows as usize;
-        let all = Rows {
-            dim: 1,
-            len: 0,
-            elements: self.chunks[block.chunk as usize].data.as_elements(),
-        };
+        let all = self.chunks[block.chunk as usize].data.as_elements();
         Rows {
             dim,
             len: rows,
-            elements: all.slice(at..at + rows * dim).elements,
+            elements: all.slice(at..at + rows * dim),
         }
     }
 
@@ -361,12 +347,8 @@ impl PagePool {
                     .chunks
                     .get_disjoint_mut([a, b])
                     .expect("two different chunks");
-                let row = Rows {
-                    dim: 1,
-                    len: 0,
-                    elements: source.data.as_elements(),
-                };
-                target.data.write(to, row.slice(at..at + length).elements);
+                let row = source.data.as_elements().slice(at..at + length);
+                target.data.write(to, row);
             }
         }
         self.chunks[b].ids[target.start as usize + to.1] = id;

@@ -110,7 +110,7 @@ macro_rules! typed {
 pub(crate) use typed;
 
 impl<'a> Elements<'a> {
-    fn slice(self, range: std::ops::Range<usize>) -> Self {
+    pub fn slice(self, range: std::ops::Range<usize>) -> Self {
         match self {
             Self::F32(x) => Self::F32(&x[range]),
             Self::F16(x) => Self::F16(&x[range]),

@@ -152,7 +152,7 @@ impl Cloud {
     }
 
     /// Takes one half of a group of two points or more out of it.
-    fn halve(&self, group: &mut Vec<u32>) -> Vec<u32> {
+    pub fn halve(&self, group: &mut Vec<u32>) -> Vec<u32> {
         let points: Vec<f32> = group.iter().flat_map(|&i| self.point(i)).copied().collect();
         let sides = bisect(&points, self.width);
         let mut side = sides.iter();

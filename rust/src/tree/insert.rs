@@ -1,6 +1,6 @@
 //! Growth: a token descends to its nearest leaf; full nodes split, up to a new root.
 
-use super::cluster::{Cloud, bisect};
+use super::cluster::Cloud;
 use super::node::Level;
 use super::search::{Frontier, Nearest};
 use super::summary::Sums;
@@ -69,28 +69,23 @@ impl Inserter {
         if held <= Tree::family(&tree.options, depth).1 {
             return;
         }
-        let sides = bisect(
-            &tree.member_points(depth, node),
-            tree.transform.mean().len() + 1,
-        );
-        let half = |side: bool| -> Vec<u32> {
-            (0..sides.len() as u32)
-                .filter(|&i| sides[i as usize] == side)
-                .collect()
-        };
+        let mut cloud = Cloud::default();
+        tree.add_members_to(&mut cloud, depth, node);
+        let mut rest: Vec<u32> = (0..held as u32).collect();
+        let half = cloud.halve(&mut rest);
         let new = tree.levels[depth].len();
         let parent = tree.levels[depth].scalars[node].parent;
         let moved = if depth == 0 {
             let full = tree.levels[0].pages[node];
-            tree.levels[0].pages[node] = tree.pages.subset(full, &half(false));
-            let moved = tree.pages.subset(full, &half(true));
+            tree.levels[0].pages[node] = tree.pages.subset(full, &rest);
+            let moved = tree.pages.subset(full, &half);
             tree.pages.release(full);
             Members::Page(moved)
         } else {
             let members = std::mem::take(&mut tree.levels[depth].children[node]);
-            let pick = |side| half(side).iter().map(|&i| members[i as usize]).collect();
-            tree.levels[depth].children[node] = pick(false);
-            Members::Nodes(pick(true))
+            let pick = |half: &[u32]| half.iter().map(|&i| members[i as usize]).collect();
+            tree.levels[depth].children[node] = pick(&rest);
+            Members::Nodes(pick(&half))
         };
         self.recompute(tree, depth, node);
         self.push_node(tree, depth, parent, moved);
@@ -161,13 +156,6 @@ impl Inserter {
 }
 
 impl Tree {
-    /// Centred, lifted vectors of a node's tokens (leaf) or children, [n, key_dim + 1].
-    fn member_points(&self, depth: usize, node: usize) -> Vec<f32> {
-        let mut cloud = Cloud::default();
-        self.add_members_to(&mut cloud, depth, node);
-        cloud.points
-    }
-
     /// Adds the tokens (leaf) or children of a node, centred and lifted.
     pub fn add_members_to(&self, cloud: &mut Cloud, depth: usize, node: usize) {
         if depth > 0 {

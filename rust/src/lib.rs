@@ -11,7 +11,7 @@
 //!    its keys and values ([`tree::summary`]).
 //!
 //! **Decode** (`Layer::decode`)
-//! 1. If the window is over-full, its oldest block goes into the tree ([`tree::insert`]); the new
+//! 1. If the window is full, its oldest token goes into the tree ([`tree::insert`]); the new
 //!    row goes into the window.
 //! 2. Sink and window are attended exactly ([`attend`]).
 //! 3. One descent opens the nodes that hold most of the softmax ([`tree::search`]); the keys of

@@ -8,14 +8,15 @@ use crate::config::{Options, Selection as Mode, Tail};
 use crate::error::{Error, Result};
 use crate::ids::KeyId;
 use crate::index::FIRST_BULK;
-use crate::rows::{Dtype, RowStore, Rows, Strided, norm};
+use crate::pages::Part;
+use crate::rows::{Dtype, Elements, RowStore, Rows, Strided, norm};
 use crate::select::Selection;
 use crate::simd;
 use crate::threads::Workers;
 use crate::tree::Tree;
 use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
-use std::ops::Range;
+use std::time::Instant;
 
 /// Tokens that the window holds beyond its option before each new one moves the oldest into the
 /// tree, and the fewest it keeps: a crop of this many stays inside the window.
@@ -38,6 +39,24 @@ pub struct Step {
     pub mass_exact: f32,
     /// First-order estimate of the relative output error, mean over the query heads.
     pub error_estimate: f32,
+    pub times: Times,
+}
+
+/// Seconds that the parts of a step took.
+#[derive(Debug, Clone, Copy, Default, PartialEq)]
+pub struct Times {
+    /// The descent.
+    pub search: f32,
+    /// Scoring candidates, and choosing among them.
+    pub select: f32,
+    /// Exact attention: sink, window, selected.
+    pub attend: f32,
+    /// The summary of the rest.
+    pub tail: f32,
+}
+
+fn seconds(from: Instant, to: Instant) -> f32 {
+    to.duration_since(from).as_secs_f32()
 }
 
 /// Working memory of a step; one per thread, whatever the number of heads.
@@ -382,6 +401,7 @@ impl Head {
             value_rows: visible,
             mass_exact: 1.0,
             error_estimate: 0.0,
+            times: Times::default(),
         };
     }
 
@@ -405,6 +425,7 @@ impl Head {
         let group = queries.len() / self.key_dim;
 
         // 0. Sink and window, exactly.
+        let begun = Instant::now();
         softmax.reset(group, self.value_dim);
         let sink = self.sink_len().min(visible);
         let window = visible.saturating_sub(self.window_start);
@@ -432,7 +453,10 @@ impl Head {
             value_rows: always,
             mass_exact: 1.0,
             error_estimate: 0.0,
+            times: Times::default(),
         };
+        let (started, mut times) = (Instant::now(), Times::default());
+        times.attend = seconds(begun, started);
 
         if let Some(tree) = &self.tree {
             // 1 to 4. Descend, score candidates, select.
@@ -448,62 +472,69 @@ impl Head {
                 &softmax.sum,
                 options,
             );
+            let searched = selection.searched.take().unwrap_or(started);
+            times.search = seconds(started, searched);
+            let selected = Instant::now();
+            times.select = seconds(searched, selected);
             self.selected.extend_from_slice(&selection.positions);
-            self.step.tokens_exact += selection.rows.len();
+            self.step.tokens_exact += selection.tokens.len();
             self.step.key_rows += selection.key_rows;
-            self.step.value_rows += selection.rows.len();
+            self.step.value_rows += selection.tokens.len();
 
             // 5. Attend to the selected, then merge the tail.
-            let stride = selection.rows.len();
-            for &picked in &selection.picked {
-                let tokens: Range<usize> = picked.first..picked.last;
-                let page = tree.levels[0].pages[picked.leaf as usize];
-                softmax.add_weights(
-                    &mut selection.weights[tokens.start..],
-                    stride,
-                    &selection.max,
-                    tree.pages.values(page),
-                    &selection.rows[tokens],
-                );
-            }
+            let (stride, max) = (selection.tokens.len(), selection.max.clone());
+            selection.for_each_run(&tree.pages, Part::Values, |weights, rows, index| {
+                softmax.add_weights(weights, stride, &max, rows, index);
+            });
+            (0..group).for_each(|q| softmax.raise(q, max[q]));
             exact_sum.clear();
             exact_sum.extend_from_slice(&softmax.sum);
-            let exact_max = selection.max.clone();
+            let attended = Instant::now();
+            times.attend += seconds(selected, attended);
             errors.clear();
             errors.resize(group, 0.0);
             if options.tail == Tail::Summary {
+                selection.thin(&max, exact_sum);
+                softmax.add_weights(&mut selection.faint, 1, &max, tree.whole.values(), &[0]);
+                for (error, faint) in errors.iter_mut().zip(&selection.faint) {
+                    *error = faint * tree.whole.value_spread;
+                }
+                self.step.value_rows += 1;
                 for part in selection.summarised() {
                     let level = &tree.levels[part.depth];
                     let (nodes, count) = (&part.nodes, part.nodes.len());
                     let values = level.values.rows();
-                    softmax.add_weights(&mut part.weights, count, &part.max, values, nodes);
+                    softmax.add_weights(&mut part.weights, count, &max, values, nodes);
                     self.step.value_rows += count;
+                    let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
+                    logits.clear();
+                    logits.extend(scalars.map(|node| {
+                        let doubt = if part.keys_read { 1.0 } else { node.key_radius };
+                        doubt * node.value_spread
+                    }));
+                    let weights = Rows {
+                        dim: count,
+                        len: group,
+                        elements: Elements::F32(&part.weights),
+                    };
+                    let mut doubts = vec![0.0; group];
+                    simd::dots(logits, weights, None, &mut doubts, group);
                     for (q, error) in errors.iter_mut().enumerate() {
                         let query = &queries[q * self.key_dim..][..self.key_dim];
-                        let per_radius = norm(query) / (self.key_dim as f32).sqrt();
-                        let weights = &part.weights[q * count..][..count];
-                        let sum: f32 = weights
-                            .iter()
-                            .zip(nodes)
-                            .map(|(weight, &node)| {
-                                let scalars = &level.scalars[node as usize];
-                                let doubt = if part.keys_read {
-                                    1.0
-                                } else {
-                                    per_radius * scalars.key_radius
-                                };
-                                weight * doubt * scalars.value_spread
-                            })
-                            .sum();
-                        *error += sum;
+                        let per_radius = match part.keys_read {
+                            true => 1.0,
+                            false => norm(query) / (self.key_dim as f32).sqrt(),
+                        };
+                        *error += per_radius * doubts[q];
                     }
                 }
             }
-            for q in 0..group {
-                let exact = exact_sum[q] * (exact_max[q] - softmax.max[q]).exp();
-                self.step.mass_exact += (exact / softmax.sum[q] - 1.0) / group as f32;
+            times.tail = seconds(attended, Instant::now());
+            for (exact, sum) in exact_sum.iter().zip(&softmax.sum) {
+                self.step.mass_exact += (exact / sum - 1.0) / group as f32;
             }
         }
+        self.step.times = times;
         for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
             softmax.finish(q, out);
             if self.tree.is_some() {

@@ -5,69 +5,136 @@ use crate::ids::KeyId;
 use crate::rows::Rows;
 use crate::simd;
 
+/// Scores are told apart by this many of their highest bits first: sign, exponent, 3 bits more.
+const BUCKET_BITS: u32 = 12;
+/// Below so many places one partial sort is faster than counting.
+const FEW: usize = 256;
+
 /// Places ordered by score, best first, ties by place: partial sorts that are deterministic.
 #[derive(Debug, Default)]
-pub struct Order(Vec<u64>);
+pub struct Order {
+    /// Bits of the scores, made to order like unsigned numbers, the best first.
+    keys: Vec<u32>,
+    buckets: Vec<u32>,
+    /// Keys with their places below them: those that a decision is still about.
+    near: Vec<u64>,
+}
 
 impl Order {
     /// Starts over with these scores.
     pub fn rank(&mut self, scores: &[f32]) {
-        self.0.clear();
-        self.0.extend(scores.iter().enumerate().map(|(i, &score)| {
-            // Bits of a float, made to order like an unsigned number, highest first.
+        self.keys.clear();
+        self.keys.extend(scores.iter().map(|score| {
             let bits = score.to_bits();
-            let ascending = if bits >> 31 == 1 {
-                !bits
-            } else {
-                bits | 1 << 31
-            };
-            u64::from(!ascending) << 32 | i as u64
+            let sign = (bits as i32 >> 31) as u32;
+            !(bits ^ (sign | 1 << 31))
         }));
     }
 
     /// How many of the best it takes until their weights add up to `target` (all, if they never
     /// do).
     pub fn count_until(&mut self, target: usize, weight: impl Fn(usize) -> usize) -> usize {
-        let (mut low, mut high, mut below) = (0, self.0.len(), 0);
+        let (better, mut sum) = self.narrow(target, &weight);
+        let (mut low, mut high) = (0, self.near.len());
         while low < high {
             let middle = low + (high - low) / 2;
-            self.0[low..high].select_nth_unstable(middle - low);
-            let sum: usize = self.0[low..=middle]
-                .iter()
-                .map(|&key| weight(place(key)))
-                .sum();
-            if below + sum >= target {
+            self.near[low..high].select_nth_unstable(middle - low);
+            let half = self.near[low..=middle].iter();
+            let half: usize = half.map(|&key| weight(place(key))).sum();
+            if sum + half >= target {
                 high = middle;
             } else {
-                below += sum;
+                sum += half;
                 low = middle + 1;
             }
         }
         // `low` is the first place whose running weight reaches the target.
-        (low + 1).min(self.0.len())
+        (better + low + 1).min(self.keys.len())
     }
 
     /// Writes all places: first the best `count`, then the rest, each part in ascending order.
     pub fn partition(&mut self, count: usize, places: &mut Vec<u32>) {
-        let count = count.min(self.0.len());
-        if 0 < count && count < self.0.len() {
-            self.0.select_nth_unstable(count - 1);
-        }
+        let count = count.min(self.keys.len());
         places.clear();
-        places.extend(self.0.iter().map(|&key| place(key) as u32));
-        places[..count].sort_unstable();
-        places[count..].sort_unstable();
+        if count == 0 || count == self.keys.len() {
+            places.extend(0..self.keys.len() as u32);
+            return;
+        }
+        let last = self.nth(count);
+        places.resize(self.keys.len(), 0);
+        let (mut best, mut rest) = (0, count);
+        for (i, &key) in self.keys.iter().enumerate() {
+            let to = if with_place(key, i) <= last {
+                &mut best
+            } else {
+                &mut rest
+            };
+            places[*to] = i as u32;
+            *to += 1;
+        }
     }
 
     /// The best `count` places, best first.
     pub fn best(&mut self, count: usize) -> impl Iterator<Item = usize> + '_ {
-        let count = count.min(self.0.len());
-        if 0 < count && count < self.0.len() {
-            self.0.select_nth_unstable(count - 1);
+        let count = count.min(self.keys.len());
+        let last = if count > 0 { self.nth(count) } else { 0 };
+        self.near.clear();
+        if count > 0 {
+            let all = self.keys.iter().enumerate();
+            let all = all.map(|(i, &key)| with_place(key, i));
+            self.near.extend(all.filter(|&key| key <= last));
         }
-        self.0[..count].sort_unstable();
-        self.0[..count].iter().map(|&key| place(key))
+        self.near.sort_unstable();
+        self.near.iter().map(|&key| place(key))
     }
+
+    /// The `count`-th best key with its place, `count` from 1 on.
+    fn nth(&mut self, count: usize) -> u64 {
+        let (better, _) = self.narrow(count, |_| 1);
+        *self.near.select_nth_unstable(count - 1 - better).1
+    }
+
+    /// Leaves in `near` the keys around the one where the running weight of the best reaches
+    /// `target`. Returns how many keys are better than all of these, and their weight.
+    fn narrow(&mut self, target: usize, weight: impl Fn(usize) -> usize) -> (usize, usize) {
+        self.near.clear();
+        let all = self.keys.iter().enumerate();
+        if self.keys.len() < FEW {
+            self.near.extend(all.map(|(i, &key)| with_place(key, i)));
+            return (0, 0);
+        }
+        let bucket = |key: u32| key >> (32 - BUCKET_BITS);
+        self.buckets.clear();
+        self.buckets.resize(1 << BUCKET_BITS, 0);
+        for (i, &key) in all.clone() {
+            self.buckets[bucket(key) as usize] += weight(i) as u32;
+        }
+        let (mut within, mut sum) = (0, 0);
+        for (number, &held) in self
+            .buckets
+            .iter()
+            .enumerate()
+            .filter(|bucket| *bucket.1 > 0)
+        {
+            within = number as u32;
+            if sum + held as usize >= target {
+                break;
+            }
+            sum += held as usize;
+        }
+        let mut better = 0;
+        for (i, &key) in all {
+            better += usize::from(bucket(key) < within);
+            if bucket(key) == within {
+                self.near.push(with_place(key, i));
+            }
+        }
+        (better, sum)
+    }
+}
+
+fn with_place(key: u32, place: usize) -> u64 {
+    u64::from(key) << 32 | place as u64
 }
 
 fn place(key: u64) -> usize {
@@ -123,7 +190,7 @@ mod tests {
 
     proptest! {
         #[test]
-        fn order_is_a_sort(scores in prop::collection::vec(-8i8..8, 1..60), target in 0usize..200) {
+        fn order_is_a_sort(scores in prop::collection::vec(-8i8..8, 1..700), target in 0usize..2500) {
             let scores: Vec<f32> = scores.into_iter().map(f32::from).collect();
             let mut sorted: Vec<usize> = (0..scores.len()).collect();
             sorted.sort_by(|&a, &b| scores[b].total_cmp(&scores[a]).then(a.cmp(&b)));

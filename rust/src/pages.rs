@@ -7,6 +7,7 @@
 use crate::ids::{KeyId, PageId};
 use crate::rows::{Buffer, Dtype, Elements, Rows, make_room};
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 /// Rows of a chunk made for growth; a bulk gets one chunk of its own size.
 const GROWTH_ROWS: usize = 64;
@@ -93,6 +94,13 @@ impl FreeBlocks {
     fn bytes(&self) -> usize {
         2 * self.by_place.len() * (size_of::<[u32; 3]>() + size_of::<[u32; 3]>())
     }
+}
+
+/// Which rows of a page.
+#[derive(Debug, Clone, Copy)]
+pub enum Part {
+    Keys,
+    Values,
 }
 
 /// All pages of one KV head.
@@ -203,6 +211,50 @@ impl PagePool {
         let block = self.pages[id.index()].block;
         let at = offsets(block, (self.key_dim, self.value_dim)).1;
         self.block_rows(block, at, self.value_dim)
+    }
+
+    /// Visits the K rows, or the V rows, of these tokens, each a page and a row in it, in runs that
+    /// lie in one chunk: `visit(rows, index, first)` gets all rows of a chunk, which of them are
+    /// meant, and how many tokens came before. Only where a key is as long as a value.
+    pub fn for_each_run(
+        &self,
+        part: Part,
+        tokens: impl Iterator<Item = (PageId, Range<usize>)>,
+        index: &mut Vec<u32>,
+        mut visit: impl FnMut(Rows<'_>, &[u32], usize),
+    ) {
+        assert_eq!(self.key_dim, self.value_dim);
+        let (mut run, mut first) = (0, 0);
+        index.clear();
+        for (page, rows) in tokens {
+            let block = self.pages[page.index()].block;
+            if block.chunk != run && !index.is_empty() {
+                visit(self.chunk_rows(run), index, first);
+                first += index.len();
+                index.clear();
+            }
+            run = block.chunk;
+            let start = 2 * block.start
+                + match part {
+                    Part::Keys => 0,
+                    Part::Values => block.rows,
+                };
+            assert!(rows.end <= block.rows as usize, "a row beyond its page");
+            index.extend(start + rows.start as u32..start + rows.end as u32);
+        }
+        if !index.is_empty() {
+            visit(self.chunk_rows(run), index, first);
+        }
+    }
+
+    /// All rows of a chunk, K and V as they lie.
+    fn chunk_rows(&self, chunk: u32) -> Rows<'_> {
+        let chunk = &self.chunks[chunk as usize];
+        Rows {
+            dim: self.key_dim,
+            len: 2 * chunk.ids.len(),
+            elements: chunk.data.as_elements(),
+        }
     }
 
     pub fn ids(&self, id: PageId) -> &[KeyId] {

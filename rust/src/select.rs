@@ -4,13 +4,15 @@
 //! the maximum of their query at that time, kept beside them.
 
 use crate::config::{Options, Tail};
-use crate::ids::{KeyId, NodeId};
+use crate::ids::{KeyId, NodeId, PageId};
 use crate::order::Order;
-use crate::rows::norm;
+use crate::pages::{PagePool, Part};
+use crate::rows::{Rows, norm};
 use crate::simd;
 use crate::tree::Tree;
 use crate::tree::node::Level;
 use crate::tree::search::{Frontier, Priority, View, descend, reach_leaves};
+use std::time::Instant;
 
 /// Nodes that stand for their tokens, with the weight of each for each query.
 #[derive(Debug, Default)]
@@ -25,27 +27,21 @@ pub struct Summarised {
     pub keys_read: bool,
 }
 
-/// Tokens of one leaf: its page's rows `rows[first..last]` of the selection.
-#[derive(Debug, Clone, Copy)]
-pub struct Picked {
-    pub leaf: NodeId,
-    pub first: usize,
-    pub last: usize,
-}
-
 /// What a step decides on; reused from one to the next.
 #[derive(Debug, Default)]
 pub struct Selection {
-    /// Leaves with selected tokens.
-    pub picked: Vec<Picked>,
-    /// Rows inside the page of their leaf.
-    pub rows: Vec<u32>,
+    /// Selected tokens: their pages, and their rows in these.
+    pub tokens: Vec<(PageId, u32)>,
     /// Positions of the selected tokens.
     pub positions: Vec<KeyId>,
-    /// [queries, rows]
+    /// [queries, tokens]
     pub weights: Vec<f32>,
     /// Maximum of each query under which these weights were taken.
     pub max: Vec<f32>,
+    /// Weight of all faint nodes together, per query, under the maxima given to [`Selection::thin`].
+    pub faint: Vec<f32>,
+    /// When the descent was over.
+    pub searched: Option<Instant>,
     summarised: Vec<Summarised>,
     parts: usize,
     /// Node and token keys read.
@@ -54,14 +50,19 @@ pub struct Selection {
     frontier: Frontier,
     priorities: Vec<f32>,
     level_weights: Vec<f32>,
-    level_logs: Vec<f32>,
+    log_counts: Vec<f32>,
+    radii: Vec<f32>,
     raised: Vec<f32>,
     logits: Vec<f32>,
     places: Vec<u32>,
     leaves: Vec<NodeId>,
     starts: Vec<usize>,
+    /// Tokens taken from each of `leaves`.
+    taken: Vec<usize>,
     offsets: Vec<f32>,
     base: Vec<f32>,
+    /// Rows of a chunk of pages.
+    pub index: Vec<u32>,
 }
 
 impl Selection {
@@ -71,8 +72,7 @@ impl Selection {
     }
 
     fn start(&mut self, max: &[f32], base: &[f32]) {
-        self.picked.clear();
-        self.rows.clear();
+        self.tokens.clear();
         self.positions.clear();
         self.parts = 0;
         self.key_rows = 0;
@@ -105,20 +105,19 @@ impl Selection {
             self.leaves.extend(0..tree.levels[0].len() as NodeId);
         }
 
+        self.searched = Some(Instant::now());
+
         // 4. Score their keys exactly, keep the best tokens.
         let total = self.score_leaves(tree, queries);
         self.priorities.clear();
         self.priorities.resize(total, 0.0);
         for q in 0..g {
             let row = &mut self.logits[q * total..][..total];
-            let high = row.iter().fold(self.max[q], |a, &b| a.max(b));
+            let high = simd::max(row).max(self.max[q]);
             self.base[q] *= (self.max[q] - high).exp();
             self.max[q] = high;
             let share = 1.0 / (self.base[q] + simd::exp(row, high));
-            self.priorities
-                .iter_mut()
-                .zip(row)
-                .for_each(|(p, w)| *p += *w * share);
+            simd::shift(&mut self.priorities, share, row, 0.0);
         }
         self.frontier.order.rank(&self.priorities);
         let budget = options.token_budget.min(total);
@@ -135,7 +134,6 @@ impl Selection {
     /// Finds the leaves whose tokens are candidates; every other token goes to the tail.
     fn best_leaves(&mut self, tree: &Tree, queries: &[f32], options: &Options) {
         // 1, 2. Score the top; open the best nodes; what stays closed goes to the tail.
-        let g = self.max.len();
         let dim = tree.pages.key_dim();
         self.offsets.clear();
         self.offsets.extend(
@@ -160,7 +158,7 @@ impl Selection {
         let taken = frontier.order.count_until(options.candidates(), count);
         let mut places = std::mem::take(&mut self.places);
         frontier.order.partition(taken, &mut places);
-        self.close(0, &frontier.nodes, &places[taken..], g);
+        self.close(0, &frontier.nodes, &places[..taken]);
         let best = places[..taken].iter();
         self.leaves
             .extend(best.map(|&p| frontier.nodes[p as usize]));
@@ -194,6 +192,7 @@ impl Selection {
         }
         self.leaves.sort_unstable();
         self.leaves.dedup();
+        self.searched = Some(Instant::now());
         let total = self.score_leaves(tree, queries);
 
         let mut rankings = Vec::with_capacity(g);
@@ -201,11 +200,8 @@ impl Selection {
             let logits = &self.logits[q * total..][..total];
             self.priorities.clear();
             let pages = self.starts.windows(2);
-            self.priorities.extend(pages.map(|p| {
-                logits[p[0]..p[1]]
-                    .iter()
-                    .fold(f32::NEG_INFINITY, |a, &b| a.max(b))
-            }));
+            self.priorities
+                .extend(pages.map(|p| simd::max(&logits[p[0]..p[1]])));
             self.frontier.order.rank(&self.priorities);
             rankings.push(
                 self.frontier
@@ -251,10 +247,15 @@ impl Selection {
         }
         self.starts.push(total);
         self.logits.resize(g * total, 0.0);
-        for (&leaf, &start) in self.leaves.iter().zip(&self.starts) {
-            let keys = tree.pages.keys(tree.levels[0].pages[leaf as usize]);
-            simd::dots(queries, keys, None, &mut self.logits[start..], total);
-        }
+        let pages = self.leaves.iter().map(|&leaf| {
+            let page = tree.levels[0].pages[leaf as usize];
+            (page, 0..tree.pages.len(page))
+        });
+        let logits = &mut self.logits;
+        tree.pages
+            .for_each_run(Part::Keys, pages, &mut self.index, |rows, index, first| {
+                simd::dots(queries, rows, Some(index), &mut logits[first..], total);
+            });
         self.key_rows += total;
         total
     }
@@ -264,24 +265,18 @@ impl Selection {
     fn pick(&mut self, tree: &Tree, total: usize, budget: usize) {
         let g = self.max.len();
         let mut leaf = 0;
-        for (i, &place) in self.places[..budget].iter().enumerate() {
+        self.taken.clear();
+        self.taken.resize(self.leaves.len(), 0);
+        for &place in &self.places[..budget] {
             let place = place as usize;
             while self.starts[leaf + 1] <= place {
                 leaf += 1;
             }
-            let node = self.leaves[leaf];
-            let row = (place - self.starts[leaf]) as u32;
-            self.rows.push(row);
-            let page = tree.levels[0].pages[node as usize];
-            self.positions.push(tree.pages.ids(page)[row as usize]);
-            match self.picked.last_mut() {
-                Some(last) if last.leaf == node => last.last = i + 1,
-                _ => self.picked.push(Picked {
-                    leaf: node,
-                    first: i,
-                    last: i + 1,
-                }),
-            }
+            let row = place - self.starts[leaf];
+            let page = tree.levels[0].pages[self.leaves[leaf] as usize];
+            self.tokens.push((page, row as u32));
+            self.positions.push(tree.pages.ids(page)[row]);
+            self.taken[leaf] += 1;
         }
         self.weights.clear();
         for q in 0..g {
@@ -292,76 +287,121 @@ impl Selection {
         }
     }
 
+    /// Visits the K or V rows of the selected tokens, see [`PagePool::for_each_run`].
+    pub fn for_each_run(
+        &mut self,
+        pool: &PagePool,
+        part: Part,
+        mut visit: impl FnMut(&mut [f32], Rows<'_>, &[u32]),
+    ) {
+        let tokens = self.tokens.iter();
+        let tokens = tokens.map(|&(page, row)| (page, row as usize..row as usize + 1));
+        let weights = &mut self.weights;
+        pool.for_each_run(part, tokens, &mut self.index, |rows, index, first| {
+            visit(&mut weights[first..], rows, index);
+        });
+    }
+
     /// Weighs the selected under a maximum of theirs and of sink and window, `max`, alone. Where the
     /// rest is dropped, a key of the rest that is far above all of them would make them vanish.
     fn weigh_selected(&mut self, tree: &Tree, queries: &[f32], max: &[f32]) {
-        let stride = self.rows.len();
-        for picked in &self.picked {
-            let keys = tree.pages.keys(tree.levels[0].pages[picked.leaf as usize]);
-            let rows = &self.rows[picked.first..picked.last];
-            let out = &mut self.weights[picked.first..];
-            simd::dots(queries, keys, Some(rows), out, stride);
-        }
+        let stride = self.tokens.len();
+        self.for_each_run(&tree.pages, Part::Keys, |weights, rows, index| {
+            simd::dots(queries, rows, Some(index), weights, stride);
+        });
         for (q, &max) in max.iter().enumerate() {
             let row = &mut self.weights[q * stride..][..stride];
-            self.max[q] = row.iter().fold(max, |a, &b| a.max(b));
+            self.max[q] = simd::max(row).max(max);
             simd::exp(row, self.max[q]);
         }
     }
 
     /// Leaves with candidates left over; one that was selected whole has nothing to stand for.
     fn summarise_candidates(&mut self, total: usize, g: usize) {
-        // Both lists go through the leaves in the same order.
-        let mut picked = self.picked.iter().peekable();
-        self.places.clear();
-        for (i, (&leaf, page)) in self.leaves.iter().zip(self.starts.windows(2)).enumerate() {
-            let taken = picked
-                .next_if(|p| p.leaf == leaf)
-                .map_or(0, |p| p.last - p.first);
-            if taken < page[1] - page[0] {
-                self.places.push(i as u32);
-            }
-        }
-        if self.places.is_empty() {
-            return;
-        }
+        let left = |&i: &usize| self.taken[i] < self.starts[i + 1] - self.starts[i];
         let part = next_part(&mut self.summarised, &mut self.parts);
         part.depth = 0;
         part.keys_read = true;
         part.nodes.clear();
-        let left = self.places.iter();
-        part.nodes.extend(left.map(|&i| self.leaves[i as usize]));
+        let leaves = || (0..self.leaves.len()).filter(left);
+        part.nodes.extend(leaves().map(|i| self.leaves[i]));
         part.max.clear();
         part.max.extend_from_slice(&self.max);
         part.weights.clear();
         for q in 0..g {
             let weights = &self.logits[q * total..][..total];
-            part.weights.extend(self.places.iter().map(|&i| {
-                let page = self.starts[i as usize]..self.starts[i as usize + 1];
-                weights[page].iter().sum::<f32>()
-            }));
+            let page = |i| weights[self.starts[i]..self.starts[i + 1]].iter().sum::<f32>();
+            part.weights.extend(leaves().map(page));
         }
     }
 
-    /// Leaves nodes of the level just scored to the tail.
-    fn close(&mut self, depth: usize, nodes: &[NodeId], places: &[u32], g: usize) {
-        if places.is_empty() {
+    /// Leaves nodes of the level just scored to the tail: all but the `opened` places.
+    fn close(&mut self, depth: usize, nodes: &[NodeId], opened: &[u32]) {
+        if opened.len() == nodes.len() {
             return;
         }
         let part = next_part(&mut self.summarised, &mut self.parts);
         part.depth = depth;
         part.keys_read = false;
         part.nodes.clear();
-        part.nodes.extend(places.iter().map(|&p| nodes[p as usize]));
+        part.nodes.extend_from_slice(nodes);
         part.max.clear();
         part.max.extend_from_slice(&self.max);
-        part.weights.clear();
-        for q in 0..g {
-            let weights = &self.level_weights[q * nodes.len()..][..nodes.len()];
-            let from = part.weights.len();
-            part.weights
-                .extend(places.iter().map(|&p| weights[p as usize]));
-            self.base[q] += part.weights[from..].iter().sum::<f32>();
+        // All of the level, in which the opened weigh nothing.
+        std::mem::swap(&mut part.weights, &mut self.level_weights);
+        for (weights, base) in part.weights.chunks_exact_mut(nodes.len()).zip(&mut self.base) {
+            opened.iter().for_each(|&place| weights[place as usize] = 0.0);
+            *base += simd::sum(weights);
+        }
+    }
+
+    /// Takes the faint nodes out of the tail: those that hold, over all queries, less than
+    /// [`FAINT`] of an even share of the softmax each. What they hold together is in `faint`.
+    /// `max` and `exact`: final maxima, and the weight under them of all that is attended exactly.
+    pub fn thin(&mut self, max: &[f32], exact: &[f32]) {
+        let g = max.len();
+        let parts = &mut self.summarised[..self.parts];
+        self.faint.clear();
+        self.faint.resize(g, 0.0);
+        let mut sums = exact.to_vec();
+        let mut nodes = 0;
+        for part in &mut *parts {
+            let count = part.nodes.len();
+            nodes += count;
+            for (q, &max) in max.iter().enumerate() {
+                // From here on `max` of a part is the factor that brings its weights under `max`.
+                part.max[q] = (part.max[q] - max).exp();
+                sums[q] += part.max[q] * simd::sum(&part.weights[q * count..][..count]);
+            }
+        }
+        let least = FAINT * g as f32 / nodes.max(1) as f32;
+        for part in parts {
+            let count = part.nodes.len();
+            self.priorities.clear();
+            self.priorities.resize(count, 0.0);
+            for q in 0..g {
+                let weights = &part.weights[q * count..][..count];
+                simd::shift(&mut self.priorities, part.max[q] / sums[q], weights, 0.0);
+            }
+            let shares = self.priorities.iter().enumerate();
+            self.places.clear();
+            self.places.extend(shares.filter(|share| *share.1 >= least).map(|share| share.0 as u32));
+            let kept = self.places.len();
+            for q in 0..g {
+                let weights = &part.weights[q * count..][..count];
+                let (factor, all) = (part.max[q], simd::sum(weights));
+                for (i, &place) in self.places.iter().enumerate() {
+                    part.weights[q * kept + i] = factor * part.weights[q * count + place as usize];
+                }
+                let rest = factor * all - simd::sum(&part.weights[q * kept..][..kept]);
+                self.faint[q] += rest.max(0.0);
+            }
+            for (i, &place) in self.places.iter().enumerate() {
+                part.nodes[i] = part.nodes[place as usize];
+            }
+            part.nodes.truncate(kept);
+            part.weights.truncate(g * kept);
+            part.max.copy_from_slice(max);
         }
     }
 }
@@ -377,6 +417,9 @@ fn next_part<'a>(parts: &'a mut Vec<Summarised>, used: &mut usize) -> &'a mut Su
 fn dot(a: &[f32], b: &[f32]) -> f32 {
     a.iter().zip(b).map(|(x, y)| x * y).sum()
 }
+
+/// The values of nodes that together hold at most this share of the softmax are not read.
+const FAINT: f32 = 0.01;
 
 /// How many standard deviations above its mean logit a node counts for when nodes are ranked. The
 /// deviation takes keys to spread alike in all directions, which they do not: hence more than one.
@@ -401,12 +444,6 @@ impl Priority for GroupMass<'_> {
         let s = &mut *self.selection;
         let (n, dim) = (nodes.len(), level.keys.dim());
         s.level_weights.resize(s.max.len() * n, 0.0);
-        s.level_logs.clear();
-        s.level_logs.extend(
-            nodes
-                .iter()
-                .map(|&node| level.scalars[node as usize].log_count),
-        );
         simd::dots(
             self.queries,
             level.keys.rows(),
@@ -414,36 +451,28 @@ impl Priority for GroupMass<'_> {
             &mut s.level_weights,
             n,
         );
+        let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
+        s.log_counts.clear();
+        s.log_counts.extend(scalars.clone().map(|x| x.log_count));
+        s.radii.clear();
+        s.radii.extend(scalars.map(|x| x.key_radius));
         out.clear();
         out.resize(n, 0.0);
         for q in 0..s.max.len() {
             let row = &mut s.level_weights[q * n..][..n];
-            let mut high = s.max[q];
-            for (logit, log_count) in row.iter_mut().zip(&s.level_logs) {
-                *logit += log_count + s.offsets[q];
-                high = high.max(*logit);
-            }
+            let high = simd::shift(row, 1.0, &s.log_counts, s.offsets[q]).max(s.max[q]);
             s.base[q] *= (s.max[q] - high).exp();
             s.max[q] = high;
             // The rank: the same logits, raised, under a maximum of their own.
             let query = &self.queries[q * dim..][..dim];
             let deviation = SPREAD_WEIGHT * norm(query) / (dim as f32).sqrt();
             s.raised.clear();
-            let radii = nodes
-                .iter()
-                .map(|&node| level.scalars[node as usize].key_radius);
-            s.raised.extend(
-                row.iter()
-                    .zip(radii)
-                    .map(|(logit, r)| logit + deviation * r),
-            );
-            let top = s.raised.iter().fold(high, |a, &b| a.max(b));
+            s.raised.extend_from_slice(row);
+            let top = simd::shift(&mut s.raised, deviation, &s.radii, 0.0).max(high);
             let sum = s.base[q] + simd::exp(row, high);
             simd::exp(&mut s.raised, top);
             let share = (top - high).min(MOST_RAISE).exp() / sum;
-            out.iter_mut()
-                .zip(&s.raised)
-                .for_each(|(p, w)| *p += *w * share);
+            simd::shift(out, share, &s.raised, 0.0);
         }
     }
 
@@ -458,8 +487,7 @@ impl Priority for GroupMass<'_> {
         share.max(enough)
     }
 
-    fn close(&mut self, depth: usize, nodes: &[NodeId], places: &[u32]) {
-        let g = self.selection.max.len();
-        self.selection.close(depth, nodes, places, g);
+    fn close(&mut self, depth: usize, nodes: &[NodeId], opened: &[u32]) {
+        self.selection.close(depth, nodes, opened);
     }
 }

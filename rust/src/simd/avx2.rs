@@ -1,6 +1,6 @@
 //! The kernels compiled for AVX2 with FMA.
 
-use super::scalar::{dots_body, exp_body, weighted_sum_body};
+use super::scalar::{dots_body, exp_body, shift_body, weighted_sum_body};
 use crate::rows::Rows;
 
 #[target_feature(enable = "avx2,fma,f16c")]
@@ -28,4 +28,9 @@ pub fn weighted_sum(
 #[target_feature(enable = "avx2,fma,f16c")]
 pub fn exp(x: &mut [f32], max: f32) -> f32 {
     exp_body::<true>(x, max)
+}
+
+#[target_feature(enable = "avx2,fma,f16c")]
+pub fn shift(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
+    shift_body::<true>(x, scale, y, offset)
 }

@@ -17,12 +17,14 @@ use std::sync::OnceLock;
 type Dots = unsafe fn(&[f32], Rows<'_>, Option<&[u32]>, &mut [f32], usize);
 type WeightedSum = unsafe fn(&[f32], usize, Rows<'_>, Option<&[u32]>, &mut [f32]);
 type Exp = unsafe fn(&mut [f32], f32) -> f32;
+type Shift = unsafe fn(&mut [f32], f32, &[f32], f32) -> f32;
 
 struct Kernels {
     name: &'static str,
     dots: Dots,
     weighted_sum: WeightedSum,
     exp: Exp,
+    shift: Shift,
 }
 
 const SCALAR: Kernels = Kernels {
@@ -30,6 +32,7 @@ const SCALAR: Kernels = Kernels {
     dots: scalar::dots,
     weighted_sum: scalar::weighted_sum,
     exp: scalar::exp,
+    shift: scalar::shift,
 };
 
 /// What this CPU can run, best first.
@@ -50,6 +53,7 @@ fn supported() -> Vec<Kernels> {
                 dots: avx512::dots,
                 weighted_sum: avx512::weighted_sum,
                 exp: avx512::exp,
+                shift: avx512::shift,
             });
         }
         if avx2 {
@@ -58,6 +62,7 @@ fn supported() -> Vec<Kernels> {
                 dots: avx2::dots,
                 weighted_sum: avx2::weighted_sum,
                 exp: avx2::exp,
+                shift: avx2::shift,
             });
         }
     }
@@ -125,6 +130,34 @@ pub fn exp(x: &mut [f32], max: f32) -> f32 {
     unsafe { (chosen().exp)(x, max) }
 }
 
+/// Adds `scale * y + offset` to `x`, [n] both, and returns the largest of the sums (minus infinity
+/// if n is 0).
+pub fn shift(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
+    // SAFETY: as in `dots`.
+    unsafe { (chosen().shift)(x, scale, y, offset) }
+}
+
+/// Lanes of a sum or maximum, enough for the widest registers. Plain code is as fast as memory.
+const LANES: usize = 16;
+
+/// The sum of `x`.
+pub fn sum(x: &[f32]) -> f32 {
+    let (blocks, mut sums) = (x.chunks_exact(LANES), [0.0f32; LANES]);
+    let rest: f32 = blocks.remainder().iter().sum();
+    blocks.for_each(|block| sums.iter_mut().zip(block).for_each(|(s, x)| *s += x));
+    sums.iter().sum::<f32>() + rest
+}
+
+/// The largest of `x`, which holds no NaN; minus infinity if it is empty.
+pub fn max(x: &[f32]) -> f32 {
+    // A comparison vectorises; `f32::max`, which minds NaN, does not.
+    let larger = |a: f32, b: f32| if b > a { b } else { a };
+    let (blocks, mut highest) = (x.chunks_exact(LANES), [f32::NEG_INFINITY; LANES]);
+    let rest = blocks.remainder().iter().copied().fold(f32::NEG_INFINITY, larger);
+    blocks.for_each(|block| highest.iter_mut().zip(block).for_each(|(h, &x)| *h = larger(*h, x)));
+    highest.into_iter().fold(rest, larger)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -141,7 +174,7 @@ mod tests {
     proptest! {
         #[test]
         fn every_set_agrees_with_plain_sums(
-            seed in any::<u64>(), dim in 0usize..70, g in 1usize..9, n in 0usize..40,
+            seed in any::<u64>(), dim in 0usize..150, g in 1usize..9, n in 0usize..40,
             gather in any::<bool>(), dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
         ) {
             let mut random = Random::new(seed, 1);
@@ -194,6 +227,32 @@ mod tests {
                 let want: f32 = y.iter().sum();
                 prop_assert!((sum - want).abs() <= 1e-4 * want.max(1.0));
             }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn shift_is_a_shift(seed in any::<u64>(), n in 0usize..70, scale in -2f32..2.0, offset in -2f32..2.0) {
+            let mut random = Random::new(seed, 4);
+            let (x, y) = (numbers(&mut random, n), numbers(&mut random, n + 3));
+            for kernels in supported() {
+                let mut z = x.clone();
+                // SAFETY: `supported` checked the CPU.
+                let high = unsafe { (kernels.shift)(&mut z, scale, &y, offset) };
+                for i in 0..n {
+                    prop_assert!((z[i] - (x[i] + scale * y[i] + offset)).abs() <= 1e-5, "{}", kernels.name);
+                }
+                prop_assert_eq!(high, z.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)));
+            }
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn sum_and_max(seed in any::<u64>(), n in 0usize..70) {
+            let x = numbers(&mut Random::new(seed, 5), n);
+            prop_assert!((sum(&x) - x.iter().sum::<f32>()).abs() <= 1e-4);
+            prop_assert_eq!(max(&x), x.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)));
         }
     }
 

@@ -36,6 +36,11 @@ pub fn exp(x: &mut [f32], max: f32) -> f32 {
     exp_body::<false>(x, max)
 }
 
+/// See [`super::shift`].
+pub fn shift(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
+    shift_body::<false>(x, scale, y, offset)
+}
+
 #[inline(always)]
 fn fused<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
@@ -222,6 +227,27 @@ pub fn exp_body<const FMA: bool>(x: &mut [f32], max: f32) -> f32 {
         total += *x;
     }
     total
+}
+
+#[inline(always)]
+pub fn shift_body<const FMA: bool>(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
+    // A comparison vectorises where `f32::max`, which minds NaN, does not.
+    let larger = |a: f32, b: f32| if a > b { a } else { b };
+    let y = &y[..x.len()];
+    let mut highest = [f32::NEG_INFINITY; LANES];
+    let whole = x.len() - x.len() % LANES;
+    for (x, y) in x.chunks_exact_mut(LANES).zip(y.chunks_exact(LANES)) {
+        for l in 0..LANES {
+            x[l] = fused::<FMA>(scale, y[l], x[l]) + offset;
+            highest[l] = larger(x[l], highest[l]);
+        }
+    }
+    let mut high = highest.into_iter().fold(f32::NEG_INFINITY, larger);
+    for (x, y) in x[whole..].iter_mut().zip(&y[whole..]) {
+        *x = fused::<FMA>(scale, *y, *x) + offset;
+        high = larger(*x, high);
+    }
+    high
 }
 
 /// e^x for x <= 0 within 2 ulp, exactly 1 at 0, and 0 below -87: 2^n times a polynomial in the

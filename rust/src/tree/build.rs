@@ -8,7 +8,7 @@ use super::node::Level;
 use super::project::Crowds;
 use super::search::{Frontier, Nearest};
 use super::summary::Sums;
-use super::{LINK_FIELD_OF_VIEW, Tree};
+use super::{LINK_FIELD_OF_VIEW, Tree, Whole};
 use crate::config::TreeOptions;
 use crate::error::Result;
 use crate::ids::{KeyId, NO_PARENT, NodeId};
@@ -387,6 +387,7 @@ impl<'a> Draft<'a> {
             stream,
             transform: self.transform.clone(),
             pages,
+            whole: Whole::of(&levels[top]),
             levels,
             len: tokens.keys.len,
             crowds: None,

@@ -17,9 +17,11 @@ pub mod summary;
 
 use crate::config::TreeOptions;
 use crate::pages::PagePool;
+use crate::rows::{Dtype, RowStore, Rows};
 use crate::transform::Transform;
 use node::Level;
 use project::Crowds;
+use summary::Sums;
 
 /// Nodes opened at each level when a point looks for its parent.
 pub const LINK_FIELD_OF_VIEW: usize = 4;
@@ -36,8 +38,37 @@ pub struct Tree {
     pub levels: Vec<Level>,
     /// Tokens held.
     pub len: usize,
+    pub whole: Whole,
     /// Only where options make families so large that scoring all of one is too much.
     pub crowds: Option<Box<Crowds>>,
+}
+
+/// What stands for tokens that hardly count. As of the last time the top level changed much.
+#[derive(Debug)]
+pub struct Whole {
+    /// Mean value of all tokens, one row.
+    values: RowStore,
+    /// Root mean square distance of the values to it.
+    pub value_spread: f32,
+}
+
+impl Whole {
+    /// Of the nodes of a tree's top level.
+    pub fn of(top: &Level) -> Self {
+        let (key_dim, value_dim) = (top.keys.dim(), top.values.dim());
+        let mut sums = Sums::new(key_dim, value_dim);
+        (0..top.len()).for_each(|node| sums.add_node(top, node));
+        let mut one = Level::with_capacity(Dtype::F32, key_dim, value_dim, 1, true);
+        sums.push_to(&mut one);
+        Self {
+            value_spread: one.scalars[0].value_spread,
+            values: one.values,
+        }
+    }
+
+    pub fn values(&self) -> Rows<'_> {
+        self.values.rows()
+    }
 }
 
 impl Tree {
@@ -77,6 +108,11 @@ impl Tree {
         &self.levels[0]
     }
 
+    /// Brings `whole` up to date.
+    pub fn refresh_whole(&mut self) {
+        self.whole = Whole::of(&self.levels[self.levels.len() - 1]);
+    }
+
     /// Bytes of the pages' rows alone: the raw keys and values.
     pub fn row_bytes(&self) -> usize {
         self.len * (self.pages.key_dim() + self.pages.value_dim()) * self.pages.dtype().bytes()
@@ -87,6 +123,7 @@ impl Tree {
         size_of::<Self>()
             + self.transform.bytes()
             + self.pages.bytes()
+            + self.whole.values.bytes()
             + self.levels.iter().map(Level::bytes).sum::<usize>()
             + self.crowds.as_ref().map_or(0, |crowds| crowds.bytes())
     }

@@ -98,6 +98,7 @@ impl Inserter {
             tree.drop_node(below, child as usize);
         }
         if node == NO_PARENT {
+            tree.refresh_whole();
             if tree.levels[below].len() > 2 * Tree::top_target(&tree.options) {
                 self.add_root(tree);
             }

@@ -90,6 +90,7 @@ impl Tree {
             }
             self.forget_crowds();
         }
+        self.refresh_whole();
         self.pages.compact();
         self.levels.iter_mut().for_each(Level::shrink_to_fit);
         self.refresh_crowds();

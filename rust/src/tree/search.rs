@@ -25,8 +25,8 @@ pub trait Priority {
         next.extend_from_slice(children);
     }
 
-    /// Told which of the nodes just scored stay closed, as places in `nodes`.
-    fn close(&mut self, _depth: usize, _nodes: &[NodeId], _places: &[u32]) {}
+    /// Told which of the nodes just scored are opened, as places in `nodes`; the others stay closed.
+    fn close(&mut self, _depth: usize, _nodes: &[NodeId], _opened: &[u32]) {}
 }
 
 /// Nodes opened per level, from the leaves up; the last number holds for all levels above. Never
@@ -82,8 +82,8 @@ pub fn descend<P: Priority>(
         frontier.order.rank(&frontier.scores);
         let opened = priority.open(depth, level, &frontier.nodes, &mut frontier.order);
         frontier.order.partition(opened, &mut frontier.places);
-        let (open, closed) = frontier.places.split_at(opened.min(frontier.nodes.len()));
-        priority.close(depth, &frontier.nodes, closed);
+        let open = &frontier.places[..opened.min(frontier.nodes.len())];
+        priority.close(depth, &frontier.nodes, open);
         frontier.next.clear();
         for &place in open {
             let node = frontier.nodes[place as usize];

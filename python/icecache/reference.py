@@ -10,6 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+FAINT = 0.05
+"""The core's: nodes below an even share of this much of the softmax have one mean value."""
+
 
 def exact_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
@@ -75,12 +78,16 @@ def decode_step(
     denominator = weights[:, exact].sum(dim=1)
     if tail:
         # 4. A candidate left over: its own weight for its page's mean value.
+        rest = [
+            (weight, value) for weight, (_, _, value) in zip(node_weights, means, strict=True)
+        ]
         for page in pages:
-            left = [position for position in page if position not in selected]
-            weight = weights[:, left].sum(dim=1)
-            numerator = numerator + weight[:, None] * v[list(page)].mean(dim=0)
-            denominator = denominator + weight
-        for weight, (_, _, value) in zip(node_weights, means, strict=True):
-            numerator = numerator + weight[:, None] * value
-            denominator = denominator + weight
+            if left := [position for position in page if position not in selected]:
+                rest.append((weights[:, left].sum(dim=1), v[list(page)].mean(dim=0)))
+        denominator = denominator + sum(weight for weight, _ in rest)
+        # A node that hardly counts: the mean value of all of the tree.
+        whole = v[[position for node in [*pages, *closed] for position in node]].mean(dim=0)
+        for weight, value in rest:
+            faint = (weight / denominator).sum() <= FAINT * len(q) / len(rest)
+            numerator = numerator + weight[:, None] * (whole if faint else value)
     return numerator / denominator[:, None], sorted(selected)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +42,14 @@ class LayerStats:
     error_estimate: float
     """Last step: estimated relative output error, mean over query heads. Single outliers inside
     nodes that were not opened are invisible to it."""
+    search_ms: float = field(compare=False)
+    """Last step, sum over KV heads, which run on `num_threads` threads: the descent."""
+    select_ms: float = field(compare=False)
+    """Last step, sum over KV heads: scoring candidates, and choosing among them."""
+    attend_ms: float = field(compare=False)
+    """Last step, sum over KV heads: exact attention to sink, window and selected tokens."""
+    tail_ms: float = field(compare=False)
+    """Last step, sum over KV heads: the summary of the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,6 +31,13 @@ const SCAN_BELOW: usize = 16_384;
 /// Scoring fewer keys than this saves less than it loses.
 const LEAST_CANDIDATES: usize = 256;
 
+/// Tokens of a tree up to which a step opens and scores what the options say. Beyond, it opens a
+/// smaller share and scores more candidates, so that the rows it reads grow about as the square
+/// root of the length while the error hardly does (docs/findings.md).
+const BASE_LENGTH: usize = 8192;
+const OPEN_POWER: f32 = -0.7;
+const CANDIDATES_POWER: f32 = 0.4;
+
 /// Shape of a tree.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TreeOptions {
@@ -130,11 +137,23 @@ impl Options {
         self.window_tokens.max(LEAST_WINDOW)
     }
 
-    /// Keys of the index scored exactly in one step: so many that a small budget chooses well.
-    pub fn candidates(&self) -> usize {
+    /// Keys of a tree of so many tokens scored exactly in one step: so many that a small budget
+    /// chooses well.
+    pub fn candidates(&self, tokens: usize) -> usize {
         let wanted = self.token_budget.saturating_mul(self.candidate_factor);
-        wanted.max(LEAST_CANDIDATES)
+        let more = beyond_base(tokens).powf(CANDIDATES_POWER);
+        ((wanted as f32 * more) as usize).max(LEAST_CANDIDATES)
     }
+
+    /// Share of the lowest upper level of a tree of so many tokens that a step opens.
+    pub fn open_share(&self, tokens: usize) -> f32 {
+        self.open_fraction * beyond_base(tokens).powf(OPEN_POWER)
+    }
+}
+
+/// The length as a multiple of the base length, at least 1.
+fn beyond_base(tokens: usize) -> f32 {
+    tokens.max(BASE_LENGTH) as f32 / BASE_LENGTH as f32
 }
 
 fn at_least(option: &'static str, got: usize, low: usize) -> Result<()> {

@@ -44,6 +44,8 @@ pub struct Selection {
     pub searched: Option<Instant>,
     summarised: Vec<Summarised>,
     parts: usize,
+    /// Nodes in all parts that stand for something.
+    tail_nodes: usize,
     /// Node and token keys read.
     pub key_rows: usize,
 
@@ -75,6 +77,7 @@ impl Selection {
         self.tokens.clear();
         self.positions.clear();
         self.parts = 0;
+        self.tail_nodes = 0;
         self.key_rows = 0;
         self.max.clear();
         self.max.extend_from_slice(max);
@@ -99,7 +102,7 @@ impl Selection {
 
         // 1 to 3. The leaves that are worth reading.
         self.leaves.clear();
-        if options.candidates() < tree.len {
+        if options.candidates(tree.len) < tree.len {
             self.best_leaves(tree, queries, options);
         } else {
             self.leaves.extend(0..tree.levels[0].len() as NodeId);
@@ -145,8 +148,8 @@ impl Selection {
         let mut mass = GroupMass {
             selection: self,
             queries,
-            candidates: options.candidates(),
-            open_fraction: options.open_fraction,
+            candidates: options.candidates(tree.len),
+            open_share: options.open_share(tree.len),
         };
         descend(&tree.levels, 0, &mut mass, &mut frontier);
         self.key_rows += frontier.scored;
@@ -155,7 +158,8 @@ impl Selection {
         let leaves = &tree.levels[0].scalars;
         let count = |place: usize| leaves[frontier.nodes[place] as usize].count as usize;
         frontier.order.rank(&frontier.scores);
-        let taken = frontier.order.count_until(options.candidates(), count);
+        let wanted = options.candidates(tree.len);
+        let taken = frontier.order.count_until(wanted, count);
         let mut places = std::mem::take(&mut self.places);
         frontier.order.partition(taken, &mut places);
         self.close(0, &frontier.nodes, &places[..taken]);
@@ -325,12 +329,17 @@ impl Selection {
         part.nodes.clear();
         let leaves = || (0..self.leaves.len()).filter(left);
         part.nodes.extend(leaves().map(|i| self.leaves[i]));
+        self.tail_nodes += part.nodes.len();
         part.max.clear();
         part.max.extend_from_slice(&self.max);
         part.weights.clear();
         for q in 0..g {
             let weights = &self.logits[q * total..][..total];
-            let page = |i| weights[self.starts[i]..self.starts[i + 1]].iter().sum::<f32>();
+            let page = |i| {
+                weights[self.starts[i]..self.starts[i + 1]]
+                    .iter()
+                    .sum::<f32>()
+            };
             part.weights.extend(leaves().map(page));
         }
     }
@@ -347,10 +356,17 @@ impl Selection {
         part.nodes.extend_from_slice(nodes);
         part.max.clear();
         part.max.extend_from_slice(&self.max);
+        self.tail_nodes += nodes.len() - opened.len();
         // All of the level, in which the opened weigh nothing.
         std::mem::swap(&mut part.weights, &mut self.level_weights);
-        for (weights, base) in part.weights.chunks_exact_mut(nodes.len()).zip(&mut self.base) {
-            opened.iter().for_each(|&place| weights[place as usize] = 0.0);
+        for (weights, base) in part
+            .weights
+            .chunks_exact_mut(nodes.len())
+            .zip(&mut self.base)
+        {
+            opened
+                .iter()
+                .for_each(|&place| weights[place as usize] = 0.0);
             *base += simd::sum(weights);
         }
     }
@@ -364,17 +380,15 @@ impl Selection {
         self.faint.clear();
         self.faint.resize(g, 0.0);
         let mut sums = exact.to_vec();
-        let mut nodes = 0;
         for part in &mut *parts {
             let count = part.nodes.len();
-            nodes += count;
             for (q, &max) in max.iter().enumerate() {
                 // From here on `max` of a part is the factor that brings its weights under `max`.
                 part.max[q] = (part.max[q] - max).exp();
                 sums[q] += part.max[q] * simd::sum(&part.weights[q * count..][..count]);
             }
         }
-        let least = FAINT * g as f32 / nodes.max(1) as f32;
+        let least = FAINT * g as f32 / self.tail_nodes.max(1) as f32;
         for part in parts {
             let count = part.nodes.len();
             self.priorities.clear();
@@ -385,7 +399,11 @@ impl Selection {
             }
             let shares = self.priorities.iter().enumerate();
             self.places.clear();
-            self.places.extend(shares.filter(|share| *share.1 >= least).map(|share| share.0 as u32));
+            self.places.extend(
+                shares
+                    .filter(|share| *share.1 > least)
+                    .map(|share| share.0 as u32),
+            );
             let kept = self.places.len();
             for q in 0..g {
                 let weights = &part.weights[q * count..][..count];
@@ -419,7 +437,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// The values of nodes that together hold at most this share of the softmax are not read.
-const FAINT: f32 = 0.01;
+const FAINT: f32 = 0.05;
 
 /// How many standard deviations above its mean logit a node counts for when nodes are ranked. The
 /// deviation takes keys to spread alike in all directions, which they do not: hence more than one.
@@ -436,7 +454,7 @@ struct GroupMass<'a> {
     queries: &'a [f32],
     candidates: usize,
     /// Share of the lowest upper level to open; levels above it are opened whole.
-    open_fraction: f32,
+    open_share: f32,
 }
 
 impl Priority for GroupMass<'_> {
@@ -480,7 +498,7 @@ impl Priority for GroupMass<'_> {
         if depth > 1 {
             return nodes.len();
         }
-        let share = (self.open_fraction * nodes.len() as f32).ceil() as usize;
+        let share = (self.open_share * nodes.len() as f32).ceil() as usize;
         let enough = order.count_until(self.candidates, |place| {
             level.scalars[nodes[place] as usize].count as usize
         });

@@ -221,4 +221,8 @@ class DenseLayer:
             value_rows_read=float(chosen),
             mass_exact=math.nan,
             error_estimate=math.nan,
+            search_ms=0.0,
+            select_ms=0.0,
+            attend_ms=0.0,
+            tail_ms=0.0,
         )

@@ -3,6 +3,7 @@
 use super::arrays::Array;
 use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
+use crate::head::Times;
 use crate::layer::{Layer, Shape};
 use crate::rows::{Buffer, Dtype, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
@@ -219,7 +220,7 @@ impl PyLayer {
     /// The fields of `icecache.LayerStats`.
     fn stats<'py>(&self, py: Python<'py>) -> PyResult<Bound<'py, PyDict>> {
         let stats = PyDict::new(py);
-        let (counts, nodes, means) = locked(py, &self.0, |layer| {
+        let (counts, nodes, means, times) = locked(py, &self.0, |layer| {
             let heads = layer.heads();
             let trees = || heads.iter().filter_map(|head| head.tree());
             let (kv_bytes, all) = layer.bytes();
@@ -279,12 +280,22 @@ impl PyLayer {
                     mean(&|step| f64::from(step.error_estimate)),
                 ),
             ];
-            Ok((counts, nodes, means))
+            let total = |part: fn(&Times) -> f32| {
+                let seconds = layer.last_steps().map(|step| f64::from(part(&step.times)));
+                1e3 * seconds.sum::<f64>()
+            };
+            let times = [
+                ("search_ms", total(|t| t.search)),
+                ("select_ms", total(|t| t.select)),
+                ("attend_ms", total(|t| t.attend)),
+                ("tail_ms", total(|t| t.tail)),
+            ];
+            Ok((counts, nodes, means, times))
         })?;
         for (name, value) in counts {
             stats.set_item(name, value)?;
         }
-        for (name, value) in means {
+        for (name, value) in means.into_iter().chain(times) {
             stats.set_item(name, value)?;
         }
         stats.set_item("nodes_per_level", pyo3::types::PyTuple::new(py, nodes)?)?;

@@ -153,8 +153,17 @@ pub fn max(x: &[f32]) -> f32 {
     // A comparison vectorises; `f32::max`, which minds NaN, does not.
     let larger = |a: f32, b: f32| if b > a { b } else { a };
     let (blocks, mut highest) = (x.chunks_exact(LANES), [f32::NEG_INFINITY; LANES]);
-    let rest = blocks.remainder().iter().copied().fold(f32::NEG_INFINITY, larger);
-    blocks.for_each(|block| highest.iter_mut().zip(block).for_each(|(h, &x)| *h = larger(*h, x)));
+    let rest = blocks
+        .remainder()
+        .iter()
+        .copied()
+        .fold(f32::NEG_INFINITY, larger);
+    blocks.for_each(|block| {
+        highest
+            .iter_mut()
+            .zip(block)
+            .for_each(|(h, &x)| *h = larger(*h, x))
+    });
     highest.into_iter().fold(rest, larger)
 }
 

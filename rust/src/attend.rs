@@ -25,22 +25,38 @@ impl Softmax {
         self.out.resize(queries * value_dim, 0.0);
     }
 
-    /// Attends to `count` values with these logits, [queries, stride]; minus infinity masks one.
-    /// The logits are overwritten by the weights.
-    pub fn add(&mut self, logits: &mut [f32], stride: usize, count: usize, values: Rows<'_>) {
+    /// Attends to values with these logits, [queries, values]; minus infinity masks one. The logits
+    /// are overwritten by the weights.
+    pub fn add(&mut self, logits: &mut [f32], values: Rows<'_>) {
+        self.weigh(logits, values.len);
+        self.add_values(logits, values.len, values, None);
+    }
+
+    /// Turns the logits of `count` values, [queries, count], into weights, and adds up these. The
+    /// values are the caller's to add.
+    pub fn weigh(&mut self, logits: &mut [f32], count: usize) {
         if count == 0 {
             return;
         }
-        for q in 0..self.max.len() {
-            let row = &mut logits[q * stride..][..count];
-            self.raise(q, row.iter().fold(f32::NEG_INFINITY, |a, &b| a.max(b)));
+        for (q, row) in logits.chunks_exact_mut(count).enumerate() {
+            self.raise(q, simd::max(row));
             if self.max[q] == f32::NEG_INFINITY {
                 row.fill(0.0);
             } else {
                 self.sum[q] += simd::exp(row, self.max[q]);
             }
         }
-        simd::weighted_sum(logits, stride, values, None, &mut self.out);
+    }
+
+    /// Adds values that have been weighed: all rows, or those that `index` names.
+    pub fn add_values(
+        &mut self,
+        weights: &[f32],
+        stride: usize,
+        values: Rows<'_>,
+        index: Option<&[u32]>,
+    ) {
+        simd::weighted_sum(weights, stride, values, index, &mut self.out);
     }
 
     /// Attends to values whose weights, [queries, stride], were taken under the maxima `max`.
@@ -56,14 +72,12 @@ impl Softmax {
             let row = &mut weights[q * stride..][..index.len()];
             self.raise(q, max[q]);
             let scale = (max[q] - self.max[q]).exp();
-            let mut sum = 0.0;
-            for weight in row {
-                *weight *= scale;
-                sum += *weight;
+            if scale < 1.0 {
+                row.iter_mut().for_each(|weight| *weight *= scale);
             }
-            self.sum[q] += sum;
+            self.sum[q] += simd::sum(row);
         }
-        simd::weighted_sum(weights, stride, values, Some(index), &mut self.out);
+        self.add_values(weights, stride, values, Some(index));
     }
 
     /// Makes `max` the running maximum of query `q` if it is larger.
@@ -109,7 +123,7 @@ mod tests {
             let mut softmax = Softmax::default();
             softmax.reset(2, 3);
             let mut first: Vec<f32> = (0..2).flat_map(|q| logits[q * n..][..cut].to_vec()).collect();
-            softmax.add(&mut first, cut, cut, values.rows().slice(0..cut));
+            softmax.add(&mut first, values.rows().slice(0..cut));
             let max: Vec<f32> = (0..2).map(|q| logits[q * n..][..n].iter().fold(-99.0f32, |a, &b| a.max(b)) + 1.0).collect();
             let mut rest: Vec<f32> = (0..2).flat_map(|q| logits[q * n + cut..(q + 1) * n].iter().map(|l| (l - max[q]).exp()).collect::<Vec<_>>()).collect();
             let index: Vec<u32> = (cut as u32..n as u32).collect();

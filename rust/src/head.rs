@@ -326,54 +326,77 @@ impl Head {
         out: &mut [f32],
     ) {
         let Scratch {
-            softmax, logits, ..
+            softmax,
+            selection,
+            logits,
+            ..
         } = scratch;
         softmax.reset(visible.len(), self.value_dim);
-        let least = visible.iter().copied().min().unwrap_or(0);
-        let mut block = |keys: Rows<'_>, values: Rows<'_>, position: &dyn Fn(usize) -> usize| {
-            for start in (0..keys.len).step_by(EXACT_ROWS) {
-                let end = (start + EXACT_ROWS).min(keys.len);
-                let count = end - start;
-                logits.resize(visible.len() * count, 0.0);
-                simd::dots(queries, keys.slice(start..end), None, logits, count);
-                for (q, &visible) in visible.iter().enumerate().filter(|v| *v.1 < self.len()) {
-                    for (i, logit) in logits[q * count..][..count].iter_mut().enumerate() {
-                        if position(start + i) >= visible {
-                            *logit = f32::NEG_INFINITY;
-                        }
+        let hide = |logits: &mut [f32], count: usize, position: &dyn Fn(usize) -> usize| {
+            for (q, &visible) in visible.iter().enumerate().filter(|v| *v.1 < self.len()) {
+                for (i, logit) in logits[q * count..][..count].iter_mut().enumerate() {
+                    if position(i) >= visible {
+                        *logit = f32::NEG_INFINITY;
                     }
                 }
-                softmax.add(logits, count, count, values.slice(start..end));
             }
         };
-        block(self.sink_keys.rows(), self.sink_values.rows(), &|i| i);
-        if let Some(tree) = &self.tree {
-            for &page in &tree.levels[0].pages {
-                let ids = tree.pages.ids(page);
-                let position = |i: usize| {
-                    // Tree positions lie before the window's: no need to look when all see them.
-                    if least >= self.window_start {
-                        0
-                    } else {
-                        ids[i] as usize
-                    }
-                };
-                block(tree.pages.keys(page), tree.pages.values(page), &position);
+        let sink = (&self.sink_keys, &self.sink_values, 0, self.sink_len());
+        // The part of the window that no query sees is not read.
+        let (start, last) = (
+            self.window_start,
+            visible.iter().copied().max().unwrap_or(0),
+        );
+        let seen = last.saturating_sub(start).min(self.window_len());
+        let window = (&self.window_keys, &self.window_values, start, seen);
+        for (keys, values, before, seen) in [sink, window] {
+            for first in (0..seen).step_by(EXACT_ROWS) {
+                let rows = first..(first + EXACT_ROWS).min(seen);
+                logits.resize(visible.len() * rows.len(), 0.0);
+                let keys = keys.rows().slice(rows.clone());
+                simd::dots(queries, keys, None, logits, rows.len());
+                hide(logits, rows.len(), &|i| before + first + i);
+                softmax.add(logits, values.rows().slice(rows));
             }
         }
-        // The part of the window that no query sees is not read.
-        let seen = visible
-            .iter()
-            .copied()
-            .max()
-            .unwrap_or(0)
-            .saturating_sub(self.window_start);
-        let seen = 0..seen.min(self.window_len());
-        let window = (
-            self.window_keys.rows().slice(seen.clone()),
-            self.window_values.rows().slice(seen),
-        );
-        block(window.0, window.1, &|i| self.window_start + i);
+        if let Some(tree) = &self.tree {
+            let (pool, index) = (&tree.pages, &mut selection.index);
+            let mut waiting = tree.levels[0].pages.iter().copied().peekable();
+            let mut block = Vec::new();
+            while waiting.peek().is_some() {
+                let mut count = 0;
+                block.clear();
+                while let Some(page) = waiting.next_if(|_| count < EXACT_ROWS) {
+                    count += pool.len(page);
+                    block.push((page, 0..pool.len(page)));
+                }
+                logits.resize(visible.len() * count, 0.0);
+                pool.for_each_run(
+                    Part::Keys,
+                    block.iter().cloned(),
+                    index,
+                    |rows, index, at| {
+                        simd::dots(queries, rows, Some(index), &mut logits[at..], count);
+                    },
+                );
+                // Tree positions lie before the window's: no need to look when all see them.
+                if visible.iter().any(|&visible| visible < self.window_start) {
+                    let pages = block.iter();
+                    let ids: Vec<KeyId> =
+                        pages.flat_map(|page| pool.ids(page.0)).copied().collect();
+                    hide(logits, count, &|i| ids[i] as usize);
+                }
+                softmax.weigh(logits, count);
+                pool.for_each_run(
+                    Part::Values,
+                    block.iter().cloned(),
+                    index,
+                    |rows, index, at| {
+                        softmax.add_values(&logits[at..], count, rows, Some(index));
+                    },
+                );
+            }
+        }
         for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
             softmax.finish(q, out);
         }
@@ -433,16 +456,10 @@ impl Head {
             (&self.sink_keys, &self.sink_values, 0..sink),
             (&self.window_keys, &self.window_values, 0..window),
         ] {
-            let count = seen.len();
-            logits.resize(group * count, 0.0);
-            simd::dots(
-                queries,
-                keys.rows().slice(seen.clone()),
-                None,
-                logits,
-                count,
-            );
-            softmax.add(logits, count, count, values.rows().slice(seen));
+            logits.resize(group * seen.len(), 0.0);
+            let keys = keys.rows().slice(seen.clone());
+            simd::dots(queries, keys, None, logits, seen.len());
+            softmax.add(logits, values.rows().slice(seen));
         }
         let always = sink + window;
         self.selected.clear();

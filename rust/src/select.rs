@@ -393,9 +393,9 @@ impl Selection {
             let count = part.nodes.len();
             self.priorities.clear();
             self.priorities.resize(count, 0.0);
-            for q in 0..g {
+            for (q, sum) in sums.iter().enumerate() {
                 let weights = &part.weights[q * count..][..count];
-                simd::shift(&mut self.priorities, part.max[q] / sums[q], weights, 0.0);
+                simd::shift(&mut self.priorities, part.max[q] / sum, weights, 0.0);
             }
             let shares = self.priorities.iter().enumerate();
             self.places.clear();

@@ -3,12 +3,12 @@
 //! No step scans all pairs: every link is found by a descent through the levels above it. All
 //! choices depend on the seed and the keys alone, never on the number of threads.
 
+use super::Tree;
 use super::cluster::{Cloud, bisect};
+use super::link::{BLOCK, Block};
 use super::node::Level;
 use super::project::Crowds;
-use super::search::{Frontier, Nearest};
 use super::summary::Sums;
-use super::{LINK_FIELD_OF_VIEW, Tree};
 use crate::config::TreeOptions;
 use crate::error::Result;
 use crate::ids::{KeyId, NO_PARENT, NodeId};
@@ -17,9 +17,6 @@ use crate::random::Random;
 use crate::rows::{Dtype, NO_ELEMENTS, Strided};
 use crate::threads::Workers;
 use crate::transform::Transform;
-
-/// Links found by one work item.
-const CHUNK: usize = 256;
 
 /// Keys, values and ids of the tokens to index; the arrays are equally long and not empty.
 #[derive(Debug, Clone, Copy)]
@@ -108,15 +105,22 @@ impl<'a> Draft<'a> {
     /// Links every level to the one above, top down, and the points to the leaves.
     fn link_all(&mut self, workers: Workers<'_>) -> Result<()> {
         for depth in (0..self.levels.len()).rev() {
-            let items = match depth {
-                0 => self.keys.len,
-                _ => self.levels[depth - 1].len(),
-            };
-            let mut parents = vec![0; items];
-            let mut chunks: Vec<&mut [NodeId]> = parents.chunks_mut(CHUNK).collect();
-            workers.for_each_mut(&mut chunks, |chunk, parents| {
-                self.find_parents(depth, chunk * CHUNK, parents);
+            let items = self.items(depth);
+            let mut found = vec![NO_PARENT; items.len()];
+            let mut blocks: Vec<_> = items.chunks(BLOCK).zip(found.chunks_mut(BLOCK)).collect();
+            workers.for_each_mut(&mut blocks, |_, (items, found)| {
+                let mut block = Block::default();
+                for &item in *items {
+                    block.push(self.keys.dim, |point| {
+                        self.coordinates(depth, item as usize, point)
+                    });
+                }
+                block.find_parents(&self.levels, depth, found);
             })?;
+            let mut parents = vec![NO_PARENT; items.len()];
+            for (&item, &parent) in items.iter().zip(&found) {
+                parents[item as usize] = parent;
+            }
             let level = &mut self.levels[depth];
             level.children.resize_with(level.len(), Vec::new);
             level.children.iter_mut().for_each(Vec::clear);
@@ -141,15 +145,26 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Nearest nodes of level `depth` to the points (depth 0) or nodes below it, from `first` on.
-    fn find_parents(&self, depth: usize, first: usize, parents: &mut [NodeId]) {
-        let mut frontier = Frontier::default();
-        let mut point = vec![0.0; self.keys.dim];
-        for (i, parent) in parents.iter_mut().enumerate() {
-            let lift = self.coordinates(depth, first + i, &mut point);
-            let mut nearest = Nearest::new(&point, lift, LINK_FIELD_OF_VIEW, None);
-            *parent = nearest.find(&self.levels, depth, &mut frontier);
+    /// All that is to be linked to level `depth`. Points that shared a leaf before are neighbours:
+    /// they will open the same nodes.
+    fn items(&self, depth: usize) -> Vec<u32> {
+        if depth > 0 || self.levels[0].children.is_empty() {
+            let count = match depth {
+                0 => self.keys.len,
+                _ => self.levels[depth - 1].len(),
+            };
+            return (0..count as u32).collect();
         }
+        let top = (0..self.levels[self.levels.len() - 1].len() as u32).collect();
+        self.levels
+            .iter()
+            .rev()
+            .fold(top, |nodes: Vec<u32>, level| {
+                let children = nodes
+                    .iter()
+                    .flat_map(|&node| &level.children[node as usize]);
+                children.copied().collect()
+            })
     }
 
     /// Centred key and lift of a child of level `depth`: a point, or a node of the level below.

@@ -22,11 +22,15 @@ pub struct Block {
     scratch: Scratch,
 }
 
+/// Of one family: a node's children and the points that opened it.
 #[derive(Debug, Default)]
 struct Scratch {
+    /// [points, dim]
     points: Vec<f32>,
-    /// Extra coordinate and half squared norm of each node that is scored.
-    nodes: Vec<(f32, f32)>,
+    /// Of each child.
+    lifts: Vec<f32>,
+    half_norms: Vec<f32>,
+    /// [points, children]
     scores: Vec<f32>,
 }
 
@@ -43,19 +47,26 @@ impl Nearest {
         nodes: [NO_PARENT; LINK_FIELD_OF_VIEW],
     };
 
-    /// Keeps the `keep` best of what was offered.
     #[inline(always)]
-    fn offer(&mut self, score: f32, node: NodeId, keep: usize) {
-        if score > self.scores[keep - 1] {
-            let mut at = keep - 1;
-            while at > 0 && score > self.scores[at - 1] {
-                self.scores[at] = self.scores[at - 1];
-                self.nodes[at] = self.nodes[at - 1];
-                at -= 1;
-            }
+    fn offer(&mut self, score: f32, node: NodeId) {
+        let mut at = LINK_FIELD_OF_VIEW;
+        while at > 0 && score > self.scores[at - 1] {
+            at -= 1;
+        }
+        if at < LINK_FIELD_OF_VIEW {
+            self.scores.copy_within(at..LINK_FIELD_OF_VIEW - 1, at + 1);
+            self.nodes.copy_within(at..LINK_FIELD_OF_VIEW - 1, at + 1);
             self.scores[at] = score;
             self.nodes[at] = node;
         }
+    }
+
+    /// Where only the nearest will be asked for.
+    #[inline(always)]
+    fn offer_only(&mut self, score: f32, node: NodeId) {
+        let nearer = score > self.scores[0];
+        self.scores[0] = if nearer { score } else { self.scores[0] };
+        self.nodes[0] = if nearer { node } else { self.nodes[0] };
     }
 }
 
@@ -70,7 +81,6 @@ impl Block {
     /// The nearest reached node of level `stop` to each point. Below the top every listed child
     /// leads down to that level.
     pub fn find_parents(&mut self, levels: &[Level], stop: usize, parents: &mut [NodeId]) {
-        let keep = |depth: usize| if depth > stop { LINK_FIELD_OF_VIEW } else { 1 };
         let top = levels.len() - 1;
         let leads_down =
             |&node: &NodeId| top == stop || !levels[top].children[node as usize].is_empty();
@@ -79,20 +89,17 @@ impl Block {
             .collect();
         let everyone: Vec<u32> = (0..self.lifts.len() as u32).collect();
         self.nearest.resize(self.lifts.len(), Nearest::NONE);
-        self.score(&levels[top], &nodes, &everyone, keep(top));
-        let mut opened: Vec<(NodeId, u32)> = Vec::new();
+        self.score(&levels[top], &nodes, &everyone, top == stop);
+        let (mut ends, mut points) = (Vec::new(), Vec::new());
         for depth in (stop..top).rev() {
-            opened.clear();
-            for (point, nearest) in self.nearest.iter_mut().enumerate() {
-                let nodes = nearest.nodes.iter().filter(|&&node| node != NO_PARENT);
-                opened.extend(nodes.map(|&node| (node, point as u32)));
-                *nearest = Nearest::NONE;
-            }
-            opened.sort_unstable();
-            for family in opened.chunk_by(|a, b| a.0 == b.0) {
-                let children = &levels[depth + 1].children[family[0].0 as usize];
-                let points: Vec<u32> = family.iter().map(|pair| pair.1).collect();
-                self.score(&levels[depth], children, &points, keep(depth));
+            self.sort_opened(levels[depth + 1].len(), &mut ends, &mut points);
+            self.nearest.fill(Nearest::NONE);
+            let mut first = 0;
+            for (children, &end) in levels[depth + 1].children.iter().zip(&ends) {
+                if first < end {
+                    self.score(&levels[depth], children, &points[first..end], depth == stop);
+                }
+                first = end;
             }
         }
         for (parent, nearest) in parents.iter_mut().zip(&self.nearest) {
@@ -100,34 +107,63 @@ impl Block {
         }
     }
 
-    /// Offers all of `nodes` to all of `points`, ranked by minus half the squared distance, up to a
+    /// Writes the points that open each node of a level of `len`, node by node, and where those of
+    /// each node end.
+    fn sort_opened(&self, len: usize, ends: &mut Vec<usize>, points: &mut Vec<u32>) {
+        let opened = |nearest: &'_ Nearest| nearest.nodes.into_iter().filter(|&n| n != NO_PARENT);
+        ends.clear();
+        ends.resize(len + 1, 0);
+        for node in self.nearest.iter().flat_map(opened) {
+            ends[node as usize + 1] += 1;
+        }
+        for node in 0..len {
+            ends[node + 1] += ends[node];
+        }
+        points.resize(ends[len], 0);
+        // Now these are starts; each moves to its end as the points are written.
+        for (point, nearest) in self.nearest.iter().enumerate() {
+            for node in opened(nearest) {
+                points[ends[node as usize]] = point as u32;
+                ends[node as usize] += 1;
+            }
+        }
+    }
+
+    /// Offers all of `nodes` to `points`, ranked by minus half the squared distance, up to a
     /// constant of the point.
-    fn score(&mut self, level: &Level, nodes: &[NodeId], points: &[u32], keep: usize) {
-        let rows = level.keys.rows();
+    fn score(&mut self, level: &Level, nodes: &[NodeId], points: &[u32], last: bool) {
+        let (rows, count) = (level.keys.rows(), nodes.len());
         let scratch = &mut self.scratch;
         scratch.points.clear();
         for &point in points {
             let start = point as usize * rows.dim;
             (scratch.points).extend_from_slice(&self.points[start..start + rows.dim]);
         }
-        scratch.nodes.clear();
         let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
-        (scratch.nodes).extend(scalars.map(|scalars| (scalars.lift, scalars.half_norm)));
-        scratch.scores.resize(points.len() * nodes.len(), 0.0);
+        scratch.lifts.clear();
+        scratch.half_norms.clear();
+        (scratch.lifts).extend(scalars.clone().map(|scalars| scalars.lift));
+        (scratch.half_norms).extend(scalars.map(|scalars| scalars.half_norm));
+        scratch.scores.resize(points.len() * count, 0.0);
         simd::dots(
             &scratch.points,
             rows,
             Some(nodes),
             &mut scratch.scores,
-            nodes.len(),
+            count,
         );
-        for (scores, &point) in scratch.scores.chunks_exact(nodes.len()).zip(points) {
+        for (scores, &point) in scratch.scores.chunks_exact_mut(count).zip(points) {
             let point_lift = self.lifts[point as usize];
+            let of_nodes = scratch.lifts.iter().zip(&scratch.half_norms);
+            for (score, (lift, half_norm)) in scores.iter_mut().zip(of_nodes) {
+                *score += point_lift * lift - half_norm;
+            }
             let nearest = &mut self.nearest[point as usize];
-            for ((product, (lift, half_norm)), &node) in
-                scores.iter().zip(&scratch.nodes).zip(nodes)
-            {
-                nearest.offer(product + point_lift * lift - half_norm, node, keep);
+            let offers = scores.iter().zip(nodes);
+            if last {
+                offers.for_each(|(&score, &node)| nearest.offer_only(score, node));
+            } else {
+                offers.for_each(|(&score, &node)| nearest.offer(score, node));
             }
         }
     }

@@ -12,7 +12,7 @@ use crate::simd;
 pub const BLOCK: usize = 1024;
 
 /// Points that look for their parents together.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub struct Block {
     /// Centred keys, [len, dim].
     points: Vec<f32>,
@@ -71,6 +71,16 @@ impl Nearest {
 }
 
 impl Block {
+    /// Room for so many points.
+    pub fn with_capacity(len: usize, dim: usize) -> Self {
+        Self {
+            points: Vec::with_capacity(len * dim),
+            lifts: Vec::with_capacity(len),
+            nearest: Vec::new(),
+            scratch: Scratch::default(),
+        }
+    }
+
     /// Adds a point. `write` fills in its centred key and returns its extra coordinate.
     pub fn push(&mut self, dim: usize, write: impl FnOnce(&mut [f32]) -> f32) {
         let start = self.points.len();
@@ -78,9 +88,17 @@ impl Block {
         self.lifts.push(write(&mut self.points[start..]));
     }
 
-    /// The nearest reached node of level `stop` to each point. Below the top every listed child
-    /// leads down to that level.
-    pub fn find_parents(&mut self, levels: &[Level], stop: usize, parents: &mut [NodeId]) {
+    /// The nearest node of level `stop` to each point that a descent reaches which opens `view`
+    /// nodes (1 or the link field of view) at each level. Below the top every listed child leads
+    /// down to that level.
+    pub fn find_parents(
+        &mut self,
+        levels: &[Level],
+        stop: usize,
+        view: usize,
+        parents: &mut [NodeId],
+    ) {
+        let keep = |depth: usize| if depth == stop { 1 } else { view };
         let top = levels.len() - 1;
         let leads_down =
             |&node: &NodeId| top == stop || !levels[top].children[node as usize].is_empty();
@@ -89,7 +107,7 @@ impl Block {
             .collect();
         let everyone: Vec<u32> = (0..self.lifts.len() as u32).collect();
         self.nearest.resize(self.lifts.len(), Nearest::NONE);
-        self.score(&levels[top], &nodes, &everyone, top == stop);
+        self.score(&levels[top], &nodes, &everyone, keep(top));
         let (mut ends, mut points) = (Vec::new(), Vec::new());
         for depth in (stop..top).rev() {
             self.sort_opened(levels[depth + 1].len(), &mut ends, &mut points);
@@ -97,7 +115,7 @@ impl Block {
             let mut first = 0;
             for (children, &end) in levels[depth + 1].children.iter().zip(&ends) {
                 if first < end {
-                    self.score(&levels[depth], children, &points[first..end], depth == stop);
+                    self.score(&levels[depth], children, &points[first..end], keep(depth));
                 }
                 first = end;
             }
@@ -129,15 +147,19 @@ impl Block {
         }
     }
 
-    /// Offers all of `nodes` to `points`, ranked by minus half the squared distance, up to a
-    /// constant of the point.
-    fn score(&mut self, level: &Level, nodes: &[NodeId], points: &[u32], last: bool) {
+    /// Offers all of `nodes` to some of the points, given in order, ranked by minus half the squared
+    /// distance, up to a constant of the point.
+    fn score(&mut self, level: &Level, nodes: &[NodeId], points: &[u32], keep: usize) {
         let (rows, count) = (level.keys.rows(), nodes.len());
         let scratch = &mut self.scratch;
-        scratch.points.clear();
-        for &point in points {
-            let start = point as usize * rows.dim;
-            (scratch.points).extend_from_slice(&self.points[start..start + rows.dim]);
+        let mut queries = &self.points;
+        if points.len() < self.lifts.len() {
+            scratch.points.clear();
+            for &point in points {
+                let start = point as usize * rows.dim;
+                (scratch.points).extend_from_slice(&self.points[start..start + rows.dim]);
+            }
+            queries = &scratch.points;
         }
         let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
         scratch.lifts.clear();
@@ -145,13 +167,7 @@ impl Block {
         (scratch.lifts).extend(scalars.clone().map(|scalars| scalars.lift));
         (scratch.half_norms).extend(scalars.map(|scalars| scalars.half_norm));
         scratch.scores.resize(points.len() * count, 0.0);
-        simd::dots(
-            &scratch.points,
-            rows,
-            Some(nodes),
-            &mut scratch.scores,
-            count,
-        );
+        simd::dots(queries, rows, Some(nodes), &mut scratch.scores, count);
         for (scores, &point) in scratch.scores.chunks_exact_mut(count).zip(points) {
             let point_lift = self.lifts[point as usize];
             let of_nodes = scratch.lifts.iter().zip(&scratch.half_norms);
@@ -160,7 +176,7 @@ impl Block {
             }
             let nearest = &mut self.nearest[point as usize];
             let offers = scores.iter().zip(nodes);
-            if last {
+            if keep == 1 {
                 offers.for_each(|(&score, &node)| nearest.offer_only(score, node));
             } else {
                 offers.for_each(|(&score, &node)| nearest.offer(score, node));

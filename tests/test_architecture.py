@@ -23,7 +23,7 @@ RUST = """
     order
     pages
     tree/node tree/summary tree/cluster tree/project tree/mod
-    tree/search tree/build tree/insert tree/regroup tree/remove tree/check
+    tree/search tree/link tree/build tree/insert tree/regroup tree/remove tree/check
     exact
     index
     select

@@ -6,8 +6,11 @@
 //! see a constant added to every key, but distances, means and rounding do.
 
 use crate::error::Result;
-use crate::rows::{Strided, squares, to_f32};
+use crate::rows::{Strided, squared_distance, squares, to_f32};
 use crate::threads::Workers;
+
+/// Rows that one work item goes through.
+const BLOCK: usize = 1024;
 
 /// Keys are centred and lifted by one of these, fixed from the first bulk of keys on.
 #[derive(Debug, Clone)]
@@ -21,27 +24,32 @@ impl Transform {
     /// cancelled.
     pub fn fit(keys: Strided<'_>, workers: Workers<'_>) -> Result<Self> {
         let mut sum = vec![0.0f64; keys.dim];
-        let mut row = vec![0.0f32; keys.dim];
-        for i in 0..keys.len {
-            workers.check()?;
-            to_f32(keys.row(i), &mut row);
-            sum.iter_mut()
-                .zip(&row)
-                .for_each(|(s, &x)| *s += f64::from(x));
+        let sums = fold_rows(keys, workers, |sum: &mut Vec<f64>, row| {
+            sum.resize(row.len(), 0.0);
+            let each = sum.iter_mut().zip(row);
+            each.for_each(|(s, &x)| *s += f64::from(x));
+        })?;
+        for block in &sums {
+            sum.iter_mut().zip(block).for_each(|(s, x)| *s += x);
         }
         let count = keys.len.max(1) as f64;
-        let mean: Vec<f32> = sum.iter().map(|s| (s / count) as f32).collect();
-        let mut largest = 0.0f32;
-        for i in 0..keys.len {
-            workers.check()?;
-            to_f32(keys.row(i), &mut row);
-            let squares = row.iter().zip(&mean).map(|(x, m)| (x - m) * (x - m));
-            largest = largest.max(squares.sum());
-        }
-        Ok(Self {
-            mean,
-            radius_squared: 1.01 * 1.01 * largest,
-        })
+        let mut fitted = Self {
+            mean: sum.iter().map(|s| (s / count) as f32).collect(),
+            radius_squared: 0.0,
+        };
+        let largest = fold_rows(keys, workers, |largest: &mut f32, row| {
+            *largest = largest.max(squared_distance(row, &fitted.mean));
+        })?;
+        fitted.radius_squared = 1.01 * 1.01 * largest.into_iter().fold(0.0, f32::max);
+        Ok(fitted)
+    }
+
+    /// The extra coordinate of each key.
+    pub fn lifts(&self, keys: Strided<'_>, workers: Workers<'_>) -> Result<Vec<f32>> {
+        let lifts = fold_rows(keys, workers, |lifts: &mut Vec<f32>, row| {
+            lifts.push(self.lift(squared_distance(row, &self.mean)));
+        })?;
+        Ok(lifts.concat())
     }
 
     /// mu, [dim].
@@ -70,6 +78,24 @@ impl Transform {
     pub fn bytes(&self) -> usize {
         size_of::<Self>() + self.mean.capacity() * size_of::<f32>()
     }
+}
+
+/// Folds the rows of each block of [`BLOCK`], as f32, in order: one result per block.
+pub fn fold_rows<T: Default + Send>(
+    rows: Strided<'_>,
+    workers: Workers<'_>,
+    add: impl Fn(&mut T, &[f32]) + Sync,
+) -> Result<Vec<T>> {
+    let mut folded = Vec::new();
+    folded.resize_with(rows.len.div_ceil(BLOCK), T::default);
+    workers.for_each_mut(&mut folded, |block, folded| {
+        let mut row = vec![0.0; rows.dim];
+        for i in block * BLOCK..rows.len.min((block + 1) * BLOCK) {
+            to_f32(rows.row(i), &mut row);
+            add(folded, &row);
+        }
+    })?;
+    Ok(folded)
 }
 
 #[cfg(test)]

@@ -3,10 +3,10 @@
 //! No step scans all pairs: every link is found by a descent through the levels above it. All
 //! choices depend on the seed and the keys alone, never on the number of threads.
 
-use super::cluster::{Cloud, bisect};
-use super::node::Level;
+use super::cluster::Cloud;
+use super::link::{BLOCK, Block};
+use super::node::{Level, Scalars};
 use super::project::Crowds;
-use super::search::{Frontier, Nearest};
 use super::summary::Sums;
 use super::{LINK_FIELD_OF_VIEW, Tree, Whole};
 use crate::config::TreeOptions;
@@ -14,12 +14,15 @@ use crate::error::Result;
 use crate::ids::{KeyId, NO_PARENT, NodeId};
 use crate::pages::PagePool;
 use crate::random::Random;
-use crate::rows::{Dtype, NO_ELEMENTS, Strided};
+use crate::rows::{Dtype, Element, Elements, Strided, squares, to_f32, typed};
 use crate::threads::Workers;
-use crate::transform::Transform;
+use crate::transform::{Transform, fold_rows};
 
-/// Links found by one work item.
-const CHUNK: usize = 256;
+/// Nodes opened at each level before the last pass: the next one corrects a link that is not the
+/// nearest, and trees came out as good as with more.
+const FIRST_FIELD_OF_VIEW: usize = 1;
+/// Nodes whose means one work item takes.
+const NODES: usize = 256;
 
 /// Keys, values and ids of the tokens to index; the arrays are equally long and not empty.
 #[derive(Debug, Clone, Copy)]
@@ -43,12 +46,12 @@ impl Tree {
             options.summary_dtype = Dtype::Bf16;
         }
         let options = &options;
-        let mut draft = Draft::promote(tokens.keys, &transform, options, stream);
-        draft.link_all(workers)?;
+        let mut draft = Draft::promote(tokens.keys, &transform, options, stream, workers)?;
         for _ in 0..options.refine_passes {
+            draft.link_all(FIRST_FIELD_OF_VIEW, workers)?;
             draft.move_to_means(workers)?;
-            draft.link_all(workers)?;
         }
+        draft.link_all(LINK_FIELD_OF_VIEW, workers)?;
         if options.refine_passes > 0 {
             draft.move_to_means(workers)?;
             for depth in (1..=draft.levels.len()).rev() {
@@ -68,9 +71,11 @@ impl Tree {
     }
 }
 
-/// Levels under construction: f32 means without values; the children of a leaf are points.
+/// Levels under construction: f32 means of keys alone; the children of a leaf are points.
 struct Draft<'a> {
     keys: Strided<'a>,
+    /// Extra coordinates of the keys.
+    lifts: Vec<f32>,
     transform: &'a Transform,
     levels: Vec<Level>,
 }
@@ -82,41 +87,50 @@ impl<'a> Draft<'a> {
         transform: &'a Transform,
         options: &TreeOptions,
         stream: u64,
-    ) -> Self {
+        workers: Workers<'_>,
+    ) -> Result<Self> {
         let mut sizes = vec![keys.len.div_ceil(options.page_size)];
         while sizes[sizes.len() - 1] > Tree::top_target(options) {
             sizes.push(sizes[sizes.len() - 1].div_ceil(options.fanout));
         }
         let seeds = Random::new(options.seed, stream).sample(keys.len, sizes[0]);
-        let mut sums = Sums::new(keys.dim, 0);
-        let levels = sizes.into_iter().map(|size| {
+        let mut draft = Self {
+            keys,
+            lifts: transform.lifts(keys, workers)?,
+            transform,
+            levels: Vec::with_capacity(sizes.len()),
+        };
+        let mut point = vec![0.0; keys.dim];
+        for size in sizes {
             let mut level = Level::with_capacity(Dtype::F32, keys.dim, 0, size, true);
             for &seed in &seeds[..size] {
-                sums.clear();
-                sums.add_token(transform, keys.row(seed as usize), NO_ELEMENTS);
-                sums.push_to(&mut level);
+                let lift = draft.coordinates(0, seed as usize, &mut point);
+                push(&mut level, &point, lift, 1);
             }
-            level
-        });
-        Self {
-            keys,
-            levels: levels.collect(),
-            transform,
+            draft.levels.push(level);
         }
+        Ok(draft)
     }
 
     /// Links every level to the one above, top down, and the points to the leaves.
-    fn link_all(&mut self, workers: Workers<'_>) -> Result<()> {
+    fn link_all(&mut self, view: usize, workers: Workers<'_>) -> Result<()> {
         for depth in (0..self.levels.len()).rev() {
-            let items = match depth {
-                0 => self.keys.len,
-                _ => self.levels[depth - 1].len(),
-            };
-            let mut parents = vec![0; items];
-            let mut chunks: Vec<&mut [NodeId]> = parents.chunks_mut(CHUNK).collect();
-            workers.for_each_mut(&mut chunks, |chunk, parents| {
-                self.find_parents(depth, chunk * CHUNK, parents);
+            let items = self.items(depth);
+            let mut found = vec![NO_PARENT; items.len()];
+            let mut blocks: Vec<_> = items.chunks(BLOCK).zip(found.chunks_mut(BLOCK)).collect();
+            workers.for_each_mut(&mut blocks, |_, (items, found)| {
+                let mut block = Block::with_capacity(items.len(), self.keys.dim);
+                for &item in *items {
+                    block.push(self.keys.dim, |point| {
+                        self.coordinates(depth, item as usize, point)
+                    });
+                }
+                block.find_parents(&self.levels, depth, view, found);
             })?;
+            let mut parents = vec![NO_PARENT; items.len()];
+            for (&item, &parent) in items.iter().zip(&found) {
+                parents[item as usize] = parent;
+            }
             let level = &mut self.levels[depth];
             level.children.resize_with(level.len(), Vec::new);
             level.children.iter_mut().for_each(Vec::clear);
@@ -141,54 +155,108 @@ impl<'a> Draft<'a> {
         }
     }
 
-    /// Nearest nodes of level `depth` to the points (depth 0) or nodes below it, from `first` on.
-    fn find_parents(&self, depth: usize, first: usize, parents: &mut [NodeId]) {
-        let mut frontier = Frontier::default();
-        let mut point = vec![0.0; self.keys.dim];
-        for (i, parent) in parents.iter_mut().enumerate() {
-            let lift = self.coordinates(depth, first + i, &mut point);
-            let mut nearest = Nearest::new(&point, lift, LINK_FIELD_OF_VIEW, None);
-            *parent = nearest.find(&self.levels, depth, &mut frontier);
+    /// All that is to be linked to level `depth`. Points that shared a leaf before are neighbours:
+    /// they will open the same nodes.
+    fn items(&self, depth: usize) -> Vec<u32> {
+        if depth > 0 || self.levels[0].children.is_empty() {
+            let count = match depth {
+                0 => self.keys.len,
+                _ => self.levels[depth - 1].len(),
+            };
+            return (0..count as u32).collect();
         }
+        let top = (0..self.levels[self.levels.len() - 1].len() as u32).collect();
+        self.levels
+            .iter()
+            .rev()
+            .fold(top, |nodes: Vec<u32>, level| {
+                let children = nodes
+                    .iter()
+                    .flat_map(|&node| &level.children[node as usize]);
+                children.copied().collect()
+            })
     }
 
     /// Centred key and lift of a child of level `depth`: a point, or a node of the level below.
     fn coordinates(&self, depth: usize, item: usize, point: &mut [f32]) -> f32 {
         if depth == 0 {
-            let squared = self.transform.centre(self.keys.row(item), point);
-            return self.transform.lift(squared);
+            to_f32(self.keys.row(item), point);
+            let mean = self.transform.mean().iter();
+            point.iter_mut().zip(mean).for_each(|(x, m)| *x -= m);
+            return self.lifts[item];
         }
         let below = &self.levels[depth - 1];
-        crate::rows::to_f32(below.keys.row(item), point);
+        to_f32(below.keys.row(item), point);
         below.scalars[item].lift
     }
 
-    /// Moves every node to the mean of its tokens; an empty node stays where it was.
+    /// Tokens of a child of level `depth`.
+    fn count(&self, depth: usize, item: u32) -> u32 {
+        match depth {
+            0 => 1,
+            _ => self.levels[depth - 1].scalars[item as usize].count,
+        }
+    }
+
     fn move_to_means(&mut self, workers: Workers<'_>) -> Result<()> {
-        let mut sums = Sums::new(self.keys.dim, 0);
-        for depth in 0..self.levels.len() {
-            let (below, from) = self.levels.split_at_mut(depth);
-            let level = &mut from[0];
-            for node in 0..level.len() {
-                workers.check()?;
-                sums.clear();
-                for &child in &level.children[node] {
-                    match below.last() {
-                        None => {
-                            let key = self.keys.row(child as usize);
-                            sums.add_token(self.transform, key, NO_ELEMENTS);
-                        }
-                        Some(below) => sums.add_node(below, child as usize),
-                    }
+        (0..self.levels.len()).try_for_each(|depth| self.move_level(depth, workers))
+    }
+
+    /// Moves the nodes of a level to the means of their tokens; an empty one stays where it was.
+    fn move_level(&mut self, depth: usize, workers: Workers<'_>) -> Result<()> {
+        let width = self.keys.dim + 1;
+        let mut means = vec![0.0; self.levels[depth].len() * width];
+        let mut blocks: Vec<&mut [f32]> = means.chunks_mut(NODES * width).collect();
+        workers.for_each_mut(&mut blocks, |block, means| {
+            let first = block * NODES;
+            for (node, mean) in means.chunks_exact_mut(width).enumerate() {
+                self.mean(depth, &self.levels[depth].children[first + node], mean);
+            }
+        })?;
+        for (node, mean) in means.chunks_exact(width).enumerate() {
+            self.move_node(depth, node, mean);
+        }
+        Ok(())
+    }
+
+    /// Writes the mean centred key and lift of the tokens below children of level `depth`.
+    fn mean(&self, depth: usize, children: &[u32], out: &mut [f32]) {
+        let (lift, key) = out.split_last_mut().expect("a mean has a lift");
+        for &child in children {
+            let (item, weight) = (child as usize, self.count(depth, child) as f32);
+            match depth {
+                0 => {
+                    add(self.keys.row(item), 1.0, key);
+                    *lift += self.lifts[item];
                 }
-                if sums.count > 0 {
-                    sums.write_to(level, node);
-                } else {
-                    level.scalars[node].count = 0;
+                _ => {
+                    let below = &self.levels[depth - 1];
+                    add(below.keys.row(item), weight, key);
+                    *lift += weight * below.scalars[item].lift;
                 }
             }
         }
-        Ok(())
+        let count: u32 = children.iter().map(|&child| self.count(depth, child)).sum();
+        let share = 1.0 / count.max(1) as f32;
+        out.iter_mut().for_each(|x| *x *= share);
+        if depth == 0 {
+            let mean = self.transform.mean().iter();
+            out.iter_mut().zip(mean).for_each(|(x, m)| *x -= m);
+        }
+    }
+
+    /// Makes a node say this mean centred key and lift, unless it has no tokens.
+    fn move_node(&mut self, depth: usize, node: usize, mean: &[f32]) {
+        let children = self.levels[depth].children[node].iter();
+        let count = children.map(|&child| self.count(depth, child)).sum();
+        let level = &mut self.levels[depth];
+        level.scalars[node].count = count;
+        if count > 0 {
+            let (&lift, key) = mean.split_last().expect("a mean has a lift");
+            level.keys.set_f32(node, key);
+            level.scalars[node].lift = lift;
+            level.scalars[node].half_norm = 0.5 * (squares(key) + lift * lift);
+        }
     }
 
     /// The families of level `depth` deal their grandchildren out anew: other nodes below.
@@ -206,16 +274,10 @@ impl<'a> Draft<'a> {
             let (mut cloud, mut members) = (Cloud::default(), Vec::new());
             let mut groups = Vec::new();
             for &child in &families[family] {
+                let children = &self.levels[below].children[child as usize];
                 let first = members.len() as u32;
-                for &member in &self.levels[below].children[child as usize] {
-                    let weight = match depth {
-                        1 => 1.0,
-                        _ => self.levels[below - 1].scalars[member as usize].count as f32,
-                    };
-                    let point = cloud.push(dim + 1, weight);
-                    point[dim] = self.coordinates(below, member as usize, &mut point[..dim]);
-                    members.push(member);
-                }
+                self.add_to(&mut cloud, below, children);
+                members.extend_from_slice(children);
                 groups.push((first..members.len() as u32).collect());
             }
             cloud.regroup(&mut groups, members.len().div_ceil(size), capacity);
@@ -231,14 +293,19 @@ impl<'a> Draft<'a> {
                 above.children[family] = (first..level.children.len() as NodeId).collect();
             }
         }
-        let mut sums = Sums::new(dim, 0);
-        (0..level.children.len()).for_each(|_| sums.push_to(&mut level));
+        let (nowhere, nodes) = (vec![0.0; dim], level.children.len());
+        (0..nodes).for_each(|_| push(&mut level, &nowhere, 0.0, 0));
         self.levels[below] = level;
-        for node in 0..self.levels[below].len() {
-            workers.check()?;
-            self.recompute(below, node, &mut sums);
+        self.move_level(below, workers)
+    }
+
+    /// Adds children of level `depth` to the points of a cloud.
+    fn add_to(&self, cloud: &mut Cloud, depth: usize, children: &[u32]) {
+        let dim = self.keys.dim;
+        for &child in children {
+            let point = cloud.push(dim + 1, self.count(depth, child) as f32);
+            point[dim] = self.coordinates(depth, child as usize, &mut point[..dim]);
         }
-        Ok(())
     }
 
     fn split_full_leaves(&mut self, capacity: usize, workers: Workers<'_>) -> Result<()> {
@@ -253,38 +320,32 @@ impl<'a> Draft<'a> {
     /// Halves every node of a level until none has more than `capacity` children. New nodes
     /// become siblings.
     fn split_level(&mut self, depth: usize, capacity: usize, workers: Workers<'_>) -> Result<()> {
-        let width = self.keys.dim + 1;
         let parents = self.parents(depth);
-        let mut sums = Sums::new(self.keys.dim, 0);
+        let mut mean = vec![0.0; self.keys.dim + 1];
         for node in 0..self.levels[depth].len() {
             let mut waiting = vec![node];
             while let Some(full) = waiting.pop() {
                 workers.check()?;
-                let children = std::mem::take(&mut self.levels[depth].children[full]);
+                let children = &self.levels[depth].children[full];
                 if children.len() <= capacity {
-                    self.levels[depth].children[full] = children;
                     continue;
                 }
-                let mut points = vec![0.0; children.len() * width];
-                for (row, &child) in points.chunks_exact_mut(width).zip(&children) {
-                    let (key, lift) = row.split_at_mut(width - 1);
-                    lift[0] = self.coordinates(depth, child as usize, key);
+                let mut cloud = Cloud::default();
+                self.add_to(&mut cloud, depth, children);
+                let mut rest = (0..children.len() as u32).collect();
+                let half = cloud.halve(&mut rest);
+                let named = |half: Vec<u32>| half.iter().map(|&i| children[i as usize]).collect();
+                let halves: [Vec<u32>; 2] = [named(rest), named(half)];
+                let level = &mut self.levels[depth];
+                let new = level.len();
+                push(level, &mean[..mean.len() - 1], 0.0, 0);
+                level.children.push(Vec::new());
+                for (side, half) in [full, new].into_iter().zip(halves) {
+                    mean.fill(0.0);
+                    self.mean(depth, &half, &mut mean);
+                    self.levels[depth].children[side] = half;
+                    self.move_node(depth, side, &mean);
                 }
-                let sides = bisect(&points, width);
-                let half = |side: bool| {
-                    let members = children.iter().zip(&sides);
-                    members
-                        .filter(|m| *m.1 == side)
-                        .map(|m| *m.0)
-                        .collect::<Vec<_>>()
-                };
-                let new = self.levels[depth].len();
-                sums.clear();
-                sums.push_to(&mut self.levels[depth]);
-                self.levels[depth].children[full] = half(false);
-                self.levels[depth].children.push(half(true));
-                self.recompute(depth, full, &mut sums);
-                self.recompute(depth, new, &mut sums);
                 if let (Some(parents), Some(above)) = (&parents, self.levels.get_mut(depth + 1)) {
                     above.children[parents[node] as usize].push(new as NodeId);
                 }
@@ -292,18 +353,6 @@ impl<'a> Draft<'a> {
             }
         }
         Ok(())
-    }
-
-    fn recompute(&mut self, depth: usize, node: usize, sums: &mut Sums) {
-        sums.clear();
-        let (below, from) = self.levels.split_at_mut(depth);
-        for &child in &from[0].children[node] {
-            match below.last() {
-                None => sums.add_token(self.transform, self.keys.row(child as usize), NO_ELEMENTS),
-                Some(below) => sums.add_node(below, child as usize),
-            }
-        }
-        sums.write_to(&mut from[0], node);
     }
 
     /// Parents of the nodes of a level, unless it is the top.
@@ -395,15 +444,36 @@ impl<'a> Draft<'a> {
     }
 }
 
+/// Appends a node without children.
+fn push(level: &mut Level, key: &[f32], lift: f32, count: u32) {
+    level.keys.push_f32(key);
+    level.values.push_f32(&[]);
+    level.scalars.push(Scalars {
+        parent: NO_PARENT,
+        count,
+        log_count: 0.0,
+        lift,
+        half_norm: 0.5 * (squares(key) + lift * lift),
+        key_radius: 0.0,
+        value_spread: 0.0,
+    });
+}
+
+/// `sum += weight * row`
+fn add(row: Elements<'_>, weight: f32, sum: &mut [f32]) {
+    typed!(Elements, row, row => {
+        sum.iter_mut().zip(row).for_each(|(s, &x)| *s += weight * Element::to_f32(x));
+    });
+}
+
 /// Whether means of these keys and values are well inside the range of f16.
 fn fits_f16(transform: &Transform, values: Strided<'_>, workers: Workers<'_>) -> Result<bool> {
     let inside = |largest: f32| largest == 0.0 || (1e-2..3e4).contains(&largest);
-    let mut row = vec![0.0; values.dim];
-    let mut largest = 0.0f32;
-    for i in 0..values.len {
-        workers.check()?;
-        crate::rows::to_f32(values.row(i), &mut row);
-        largest = row.iter().fold(largest, |a, x| a.max(x.abs()));
-    }
+    let largest = fold_rows(values, workers, |largest: &mut Vec<f32>, row| {
+        largest.resize(row.len(), 0.0);
+        let each = largest.iter_mut().zip(row);
+        each.for_each(|(a, x)| *a = a.max(x.abs()));
+    })?;
+    let largest = largest.iter().flatten().fold(0.0, |a: f32, &x| a.max(x));
     Ok(inside(transform.radius()) && inside(largest))
 }

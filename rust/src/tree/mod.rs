@@ -8,6 +8,7 @@ pub mod build;
 pub mod check;
 pub mod cluster;
 pub mod insert;
+pub mod link;
 pub mod node;
 pub mod project;
 pub mod regroup;

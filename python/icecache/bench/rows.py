@@ -1,0 +1,108 @@
+"""Keys, values and queries of SmolLM2-135M-Instruct on texts that every machine has.
+
+Computed once per text, with full attention, and kept beside the model in the user's cache folder
+(280 MB a text). Python's own version decides the texts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+
+from icecache.eval.decode import prefill
+from icecache.eval.errors import EvalError
+from icecache.eval.model import cache_dir, load_model
+from icecache.eval.texts import first_tokens, read_text
+
+TEXTS = ("reference", "reference-60000", "argparse")
+"""Python's reference from its start and from character 60,000 on; the source of a long module."""
+CONTEXT = 7936
+MORE = 65
+"""Tokens kept after the context, for next-token distributions."""
+LENGTHS = (2048, 4096, CONTEXT)
+"""Positions whose last queries are kept; multiples of 256, where chunks of a prefill end."""
+QUERIES = 32
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one text: `k`, `v` [layers, kv_heads, CONTEXT, head_dim], f32; rotary embedding is
+    applied. `q[n]` [layers, q_heads, QUERIES, head_dim]: the queries, not scaled, of the last
+    positions of the first `n`. `ids`: CONTEXT + MORE tokens."""
+
+    name: str
+    ids: list[int]
+    k: torch.Tensor
+    v: torch.Tensor
+    q: dict[int, torch.Tensor]
+
+    @property
+    def group(self) -> int:
+        return self.q[CONTEXT].shape[1] // self.k.shape[1]
+
+    @property
+    def scale(self) -> float:
+        return float(self.k.shape[-1] ** -0.5)
+
+    def queries(self, layer: int, head: int, n: int, step: int = 1) -> torch.Tensor:
+        """Every `step`-th of the last queries of one KV head, scaled: [positions, group, dim]."""
+        q = self.q[n][layer, head * self.group :][: self.group, step - 1 :: step]
+        return q.transpose(0, 1) * self.scale
+
+
+def load_rows(name: str) -> Rows:
+    """The rows of one of `TEXTS`, computed where the cache folder has none."""
+    path = cache_dir() / f"rows-{name}.pt"
+    if not path.exists():
+        rows = _capture(name)
+        try:
+            # Renamed when it is whole: another process may be looking.
+            part = path.with_suffix(f".{os.getpid()}")
+            torch.save(vars(rows), part)
+            part.replace(path)
+        except (OSError, RuntimeError) as error:
+            raise EvalError(f"cannot write {path}: {error}") from error
+    return Rows(**torch.load(path, mmap=True))
+
+
+def content(name: str) -> str:
+    """The text itself."""
+    if name == "argparse":
+        return inspect.getsource(argparse)
+    return read_text(None, int(name.partition("-")[2] or 0))[1]
+
+
+def _capture(name: str) -> Rows:
+    queries: dict[int, list[torch.Tensor]] = {n: [] for n in LENGTHS}
+
+    def capture(
+        module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
+        if key.shape[2] in queries:
+            queries[key.shape[2]].append(query[0, :, -QUERIES:].clone())
+        return sdpa_attention_forward(module, query, key, *args, **kwargs)
+
+    AttentionInterface.register("capture", capture)
+    AttentionMaskInterface.register("capture", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model, tokenizer = load_model()
+    model.set_attn_implementation("capture")
+    ids = first_tokens(tokenizer, name, content(name), CONTEXT + MORE)
+    with Progress(console=Console(stderr=True), transient=True) as progress:
+        context = prefill(model, ids[:CONTEXT], progress)
+    return Rows(
+        name=name,
+        ids=ids,
+        k=torch.stack([k for k, _ in context.layers]),
+        v=torch.stack([v for _, v in context.layers]),
+        q={n: torch.stack(rows) for n, rows in queries.items()},
+    )

@@ -227,7 +227,7 @@ def bench_step(
             rows.append(row)
     Console().print(report.table("medians of one layer and step, in milliseconds", rows))
     if json is not None:
-        settings = {"shape": shape, "dtype": dtype, "threads": threads, "steps": steps}
+        settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "steps": steps}
         settings |= {"copies": copies, "bandwidth": setting.bandwidth, "torch_ms": forms}
         write_json(json, report.describe(config, rows=heads.name, **settings), rows)
     if plot is not None:
@@ -276,7 +276,7 @@ def bench_build(
         Console().print(report.table(f"all layers of {model}", whole))
         rows += whole
     if json is not None:
-        settings = {"shape": shape, "dtype": dtype, "threads": threads, "repeats": repeats}
+        settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "repeats": repeats}
         write_json(json, report.describe(config, rows=heads.name, model=model, **settings), rows)
 
 
@@ -306,7 +306,7 @@ def bench_insert(
         rows = [measure_insert(heads, shape, n, dtype, config, steps, progress) for n in lengths]
     Console().print(report.table("one layer, token by token", rows))
     if json is not None:
-        settings = {"shape": shape, "dtype": dtype, "threads": threads, "steps": steps}
+        settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "steps": steps}
         write_json(json, report.describe(config, rows=heads.name, **settings), rows)
 
 

@@ -24,6 +24,7 @@ from icecache.bench.step import WRONG
 from icecache.bench.timing import clock, quantile, rest
 from icecache.cache import attach
 from icecache.config import IceConfig
+from icecache.eval.decode import forward
 from icecache.eval.errors import EvalError
 from icecache.layer import LayerCache
 
@@ -67,6 +68,7 @@ def llama_layer(dtype: torch.dtype) -> Any:
     return model.to(dtype).eval().requires_grad_(False)
 
 
+@torch.inference_mode()
 def measure_generate(
     model: Any, rows: Stored, token: int, new: int, config: IceConfig, progress: Progress
 ) -> list[GenerateRow]:
@@ -92,9 +94,9 @@ def measure_generate(
         with make() as cache:
             rest()
             for i in range(new + 1):
-                ms, out = clock(partial(_forward, model, fed[i], n + i, cache))
+                ms, out = clock(partial(forward, model, [fed[i]], n + i, cache))
                 times[name].append(ms)
-                logits.append(out)
+                logits.append(out.float())
                 if not reference and len(fed) == i + 1:
                     fed.append(int(out.argmax()))
                 progress.advance(task)
@@ -138,20 +140,6 @@ def crossover(rows: Sequence[GenerateRow]) -> float | None:
         if gain < 0:
             return n + (longer - n) * gain / (gain - later)
     return float(ours[0][0])
-
-
-@torch.inference_mode()
-def _forward(model: Any, token: int, position: int, cache: Any) -> torch.Tensor:
-    """The logits after one token, [vocabulary], f32."""
-    # The position is given because our cache is filled only when it is first used.
-    out = model(
-        torch.tensor([[token]]),
-        position_ids=torch.tensor([[position]]),
-        past_key_values=cache,
-        use_cache=True,
-    )
-    logits: torch.Tensor = out.logits[0, -1]
-    return logits.float()
 
 
 def _plain(make: Callable[[], Any], rows: Stored) -> AbstractContextManager[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
-from dataclasses import asdict, fields, is_dataclass
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,8 @@ from icecache.bench.step import StepRow
 from icecache.config import IceConfig
 from icecache.eval.errors import EvalError
 
+_WIDE = 8
+"""Fields that fit on a line."""
 _LINES = {
     "step_ms": "icecache",
     "dense_ms": "exact, same kernels",
@@ -27,11 +29,11 @@ _LINES = {
 
 
 def describe(config: IceConfig, **settings: Any) -> dict[str, Any]:
-    """What is needed to repeat a run; a setting may be a dataclass."""
+    """What is needed to repeat a run."""
     from icecache import _icecache
 
     return {
-        **{key: asdict(value) if is_dataclass(value) else value for key, value in settings.items()},
+        **settings,
         "config": asdict(config),
         "versions": {
             "python": platform.python_version(),
@@ -43,12 +45,16 @@ def describe(config: IceConfig, **settings: Any) -> dict[str, Any]:
 
 
 def table(title: str, rows: Sequence[Any]) -> Table:
-    """One line per row, a dataclass, and one column per field."""
-    table = Table(title=title, box=box.SIMPLE, padding=(0, 1, 0, 0), pad_edge=False)
-    for field in fields(rows[0]):
-        table.add_column(field.name.replace("_", " "), justify="right")
-    for row in rows:
-        table.add_row(*(_cell(value) for value in asdict(row).values()))
+    """Of dataclasses: one line per row or, where there are many fields, one column per row."""
+    names = [field.name.replace("_", " ") for field in fields(rows[0])]
+    lines = [names, *([_cell(value) for value in asdict(row).values()] for row in rows)]
+    if len(names) > _WIDE:
+        lines = [list(line) for line in zip(*lines, strict=True)]
+    table = Table(title=title, min_width=len(title), box=box.SIMPLE, padding=(0, 1, 0, 0))
+    for i, heading in enumerate(lines[0]):
+        table.add_column(heading, justify="left" if i == 0 else "right", no_wrap=True)
+    for line in lines[1:]:
+        table.add_row(*line)
     return table
 
 

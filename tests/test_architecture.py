@@ -44,7 +44,7 @@ PYTHON = """
     eval/
     bench/__init__.py
     bench/lengthen.py bench/rows.py bench/heads.py
-    bench/timing.py bench/baselines.py
+    bench/timing.py bench/baselines.py bench/libraries.py
     bench/step.py bench/build.py bench/insert.py bench/generate.py
     bench/report.py
     cli.py

@@ -3,6 +3,7 @@
 import json
 import math
 from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,12 +12,13 @@ from safetensors.torch import save_file
 from tiny_models import llama, tokens
 from typer.testing import CliRunner
 
-from icecache import IceConfig
+from icecache import IceConfig, LayerCache
 from icecache.bench import report
 from icecache.bench.baselines import SDPA, exact, relative_error, scan
 from icecache.bench.build import measure_model_build
 from icecache.bench.generate import GenerateRow, crossover, measure_generate, shortened
 from icecache.bench.heads import Heads, Shape, read_heads
+from icecache.bench.libraries import measure_library, recall_of
 from icecache.bench.step import WRONG, StepSetting, check, copies_needed, measure_step, turn
 from icecache.cli import _progress, app
 from icecache.eval.decode import prefill
@@ -227,8 +229,10 @@ def test_step(kv, tmp_path):
     assert [row["tokens"] for row in document["rows"]] == [300, 900]
     for row in document["rows"]:
         assert list(row) == STEP
-        forms = document["config"]["torch_ms"][str(row["tokens"])]
-        assert row["sdpa_ms"] == min(forms.values())
+        more = document["config"]["lengths"][str(row["tokens"])]
+        assert row["sdpa_ms"] == min(more["sdpa_ms"].values())
+        assert more["copies"] == 2
+        assert 0.3 < more["recall"] <= 1
         assert row["ratio"] == min(row["dense_ms"], row["sdpa_ms"]) / row["step_ms"]
         assert 0 < row["output_error"] < WRONG
         row_bytes = 2 * 2 * 24  # of both heads, bf16
@@ -238,11 +242,12 @@ def test_step(kv, tmp_path):
 
 
 def test_parts_of_a_step_are_per_thread(kv, monkeypatch):
-    class Stats:
-        key_rows_read, value_rows_read = 100.0, 50.0
-        search_ms, select_ms, attend_ms, tail_ms = 4.0, 2.0, 1.0, 0.5
-
-    monkeypatch.setattr("icecache.LayerCache.stats", lambda self: Stats)
+    parts = dict(search_ms=4.0, select_ms=2.0, attend_ms=1.0, tail_ms=0.5)
+    reads = dict(key_rows_read=100.0, value_rows_read=50.0)
+    real = LayerCache.stats
+    monkeypatch.setattr(
+        LayerCache, "stats", lambda self: SimpleNamespace(**{**vars(real(self)), **reads, **parts})
+    )
     setting = StepSetting(Shape(4, 2, 16), "f32", CONFIG, 1, 4, threads=2, bandwidth=1e9)
     with _progress() as progress:
         row, _ = measure_step(read_heads(kv), 400, setting, progress)
@@ -344,3 +349,16 @@ def test_tables_show_every_field():
     rows = [GenerateRow(1000, "icecache", 10.0, 12345.6, 10.0, 1.5, 0.0123)]
     cells = [list(column.cells) for column in report.table("a title", rows).columns]
     assert cells == [["1000"], ["icecache"], ["10"], ["12346"], ["10"], ["1.5"], ["0.0123"]]
+
+
+@pytest.mark.parametrize("name", ["faiss", "hnswlib", "usearch"])
+def test_libraries_find_as_much(kv, name):
+    pytest.importorskip(name)
+    shape = Shape(6, 3, 16)
+    layer = read_heads(kv).layer(shape, 700, "bf16")
+    result = measure_library(name, layer, np.arange(8), 0.95, 16, shape.scale, 1)
+    assert 0.95 <= result.recall <= 1
+
+
+def test_recall_counts_what_each_head_found():
+    assert recall_of([np.array([3, 1]), np.array([2])], np.array([[1, 3], [1, 2]])) == 0.75

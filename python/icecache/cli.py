@@ -203,6 +203,10 @@ def bench_step(
         typer.Option(min=1, help="Of the layer, in turns; as many as cold caches need by default."),
     ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Steps timed per length.")] = 256,
+    libraries: Annotated[
+        bool,
+        typer.Option(help="Compare with faiss, hnswlib and usearch, those that are installed."),
+    ] = True,
     kv: KvOption = None,
     set_: SetOption = None,
     json: JsonOption = None,
@@ -210,25 +214,33 @@ def bench_step(
         Path | None, typer.Option("--plot", help="Also plot milliseconds against tokens.")
     ] = None,
 ) -> None:
-    """One decode step of one layer against exact attention, torch's sdpa and an exact scan."""
+    """One decode step of one layer against exact attention, torch's sdpa and an exact scan.
+
+    --json also has the times of each form of sdpa, and of libraries for approximate search.
+    """
+    from dataclasses import asdict
+
     from icecache.bench import report
     from icecache.bench.heads import Shape
+    from icecache.bench.libraries import installed
     from icecache.bench.step import StepSetting, measure_step
     from icecache.bench.timing import bandwidth
     from icecache.eval.report import write_json
 
     config, heads = _bench(threads, budget, dtype, set_, kv)
     shape, lengths = Shape(q_heads, kv_heads, head_dim), _lengths(tokens, "--tokens")
-    setting = StepSetting(shape, dtype, config, copies, steps, threads, bandwidth())
-    rows, forms = [], {}
+    found = installed() if libraries else []
+    setting = StepSetting(shape, dtype, config, copies, steps, threads, bandwidth(), found)
+    rows, details = [], {}
     with _progress() as progress:
         for n in lengths:
-            row, forms[n] = measure_step(heads, n, setting, progress)
+            row, more = measure_step(heads, n, setting, progress)
             rows.append(row)
+            details[n] = asdict(more)
     Console().print(report.table("medians of one layer and step, in milliseconds", rows))
     if json is not None:
         settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "steps": steps}
-        settings |= {"copies": copies, "bandwidth": setting.bandwidth, "torch_ms": forms}
+        settings |= {"bandwidth": setting.bandwidth, "lengths": details}
         write_json(json, report.describe(config, rows=heads.name, **settings), rows)
     if plot is not None:
         report.plot_steps(plot, rows)

@@ -12,11 +12,14 @@ from dataclasses import dataclass
 from functools import partial
 from statistics import fmean, median
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from rich.progress import Progress
 
-from icecache.bench.baselines import SDPA, Attend, Prepare, exact, relative_error, scan
-from icecache.bench.heads import Heads, Layer, Shape
+from icecache.bench.baselines import SDPA, Prepare, exact, relative_error, scan
+from icecache.bench.heads import DTYPES, Heads, Layer, Shape
+from icecache.bench.libraries import LibraryResult, best, measure_library, recall_of
 from icecache.bench.timing import COLD_BYTES, clock, rest
 from icecache.config import IceConfig
 from icecache.eval.errors import EvalError
@@ -75,6 +78,20 @@ class StepSetting:
     threads: int
     bandwidth: float
     """Bytes per second."""
+    libraries: Sequence[str] = ()
+    """Of approximate search, to compare with."""
+
+
+@dataclass(frozen=True)
+class StepDetails:
+    """What a row leaves out."""
+
+    copies: int
+    sdpa_ms: dict[str, float]
+    """Of each of torch's forms."""
+    recall: float
+    """Share of a query's true best keys, as many as the budget, that are attended exactly."""
+    libraries: dict[str, LibraryResult]
 
 
 def copies_needed(n: int, layer_bytes: int, positions: int) -> int:
@@ -85,10 +102,11 @@ def copies_needed(n: int, layer_bytes: int, positions: int) -> int:
 
 def measure_step(
     heads: Heads, n: int, setting: StepSetting, progress: Progress
-) -> tuple[StepRow, dict[str, float]]:
-    """The row of one length, and the milliseconds of each of torch's forms."""
+) -> tuple[StepRow, StepDetails]:
+    """One length; `EvalError` if an answer is wrong."""
     shape, config = setting.shape, setting.config
-    layer_bytes = 2 * n * shape.kv_heads * shape.head_dim * (4 if setting.dtype == "f32" else 2)
+    row_bytes = shape.head_dim * DTYPES[setting.dtype].itemsize
+    layer_bytes = 2 * n * shape.kv_heads * row_bytes
     copies = setting.copies or copies_needed(n, layer_bytes, heads.positions)
     if copies * heads.positions < 2:
         raise EvalError("one copy and one query: the same step would be timed again and again")
@@ -109,35 +127,37 @@ def measure_step(
         progress.advance(task)
     progress.remove_task(task)
 
-    task = progress.add_task(f"{n} tokens", total=3 + len(SDPA))
+    task = progress.add_task(f"{n} tokens", total=3 + len(SDPA) + len(setting.libraries))
     error = check("icecache", [cache.attend for cache in caches], queries, truths, WRONG)
     few = [mine[:2] for mine in queries]
     check("dense", [cache.attend_exact for cache in denses], few, truths, _ROUNDING)
     progress.advance(task)
 
     steps, dense, stats = _alternate(caches, denses, queries, setting.steps)
-    progress.advance(task)
+    recall, always = _recall(caches[0], kept[0], config.token_budget, shape)
     del caches, denses
+    progress.advance(task)
 
     def in_torch(name: str, prepare: Prepare, bound: float) -> float:
-        prepared: list[Attend] = []
-        total = 0
-        for layer in kept:
-            if total < COLD_BYTES:
-                prepared.append(prepare(layer.k, layer.v, shape.group, shape.scale))
-                total += layer_bytes
-        check(name, prepared, few, truths, bound)
-        timed = time_in_turns(prepared, queries, max(len(prepared), setting.steps // 16))
+        attends = [prepare(layer.k, layer.v, shape.group, shape.scale) for layer in kept]
+        check(name, attends, few, truths, bound)
+        times = time_in_turns(attends, queries, max(len(attends), setting.steps // 16))
         progress.advance(task)
-        return median(timed)
+        return median(times)
 
-    forms = {f"sdpa {name}": in_torch(name, form, _ROUNDING) for name, form in SDPA.items()}
+    forms = {name: in_torch(f"sdpa, {name}", form, _ROUNDING) for name, form in SDPA.items()}
     scan_ms = in_torch("scan", partial(scan, budget=config.token_budget), math.inf)
+    libraries = {}
+    for name in setting.libraries:
+        libraries[name] = measure_library(
+            name, kept[0], always, recall, config.token_budget, shape.scale, setting.threads
+        )
+        progress.advance(task)
     progress.remove_task(task)
 
-    row_bytes = layer_bytes // (2 * n)
-    rows_read = fmean(s.key_rows_read + s.value_rows_read for s in stats)
     step_ms, dense_ms, sdpa_ms = median(steps), median(dense), min(forms.values())
+    key_rows = fmean(s.key_rows_read for s in stats)
+    value_rows = fmean(s.value_rows_read for s in stats)
 
     def part(name: str) -> float | None:
         times = [getattr(s, name, math.nan) for s in stats]
@@ -154,12 +174,28 @@ def measure_step(
         sdpa_ms=sdpa_ms,
         scan_ms=scan_ms,
         ratio=min(dense_ms, sdpa_ms) / step_ms,
-        key_rows_read=fmean(s.key_rows_read for s in stats),
-        value_rows_read=fmean(s.value_rows_read for s in stats),
-        floor_ms=1e3 * rows_read * row_bytes / setting.bandwidth,
+        key_rows_read=key_rows,
+        value_rows_read=value_rows,
+        floor_ms=1e3 * (key_rows + value_rows) * shape.kv_heads * row_bytes / setting.bandwidth,
         output_error=error,
     )
-    return row, forms
+    return row, StepDetails(copies, forms, recall, libraries)
+
+
+def _recall(
+    cache: LayerCache, layer: Layer, budget: int, shape: Shape
+) -> tuple[float, npt.NDArray[np.int64]]:
+    """Share of the true best keys of a query head that a cache attends to, and the positions of
+    sink and window."""
+    shares = []
+    for t, q in enumerate(layer.queries()):
+        cache.attend(q)
+        attended = [ids for ids in cache.selected() for _ in range(shape.group)]
+        shares.append(recall_of(attended, best(layer, t, budget)))
+    stats = cache.stats()
+    sink = np.arange(stats.sink_tokens)
+    window = np.arange(stats.seq_len - stats.window_tokens, stats.seq_len)
+    return fmean(shares), np.concatenate([sink, window])
 
 
 def filled(shape: Shape, layer: Layer, config: IceConfig, copy: int = 0) -> LayerCache:

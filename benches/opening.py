@@ -4,7 +4,7 @@
     python benches/opening.py --lengths 32768,131072 --layers 8,20 --heads 1 --seeds 2 --stride 8
     python benches/opening.py --lengths "" --plot docs/opening.svg        # of what was measured
 
-Lengths beyond the real rows are made by `long_rows`. Means over texts, layers, heads, queries and
+Lengths beyond the real rows are made by `lengthen`. Means over texts, layers, heads, queries and
 seeds of the tree. Refuses to measure if the readable step disagrees with the package.
 """
 
@@ -20,9 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from long_rows import lengthen
 from measure import Candidate, Problem, Result, check, measure
-from real_rows import CONTEXT, RESULTS, TEXTS, load_rows
 from rules import (
     count_of_lowest,
     expected_gain,
@@ -36,7 +34,10 @@ from rules import (
 )
 
 from icecache import IceConfig
+from icecache.bench.lengthen import lengthen
+from icecache.bench.rows import CONTEXT, TEXTS, load_rows
 
+RESULTS = Path(__file__).parent.parent / "results"
 SHIPPED = share_of_lowest(IceConfig().open_fraction)
 CANDIDATES = [
     Candidate("every node", share_of_lowest(1.0)),
@@ -170,6 +171,7 @@ if __name__ == "__main__":
         started = time.time()
         results = run(candidates, n, a.texts, a.layers, a.heads, a.seeds, a.stride)
         print(f"\n{n} tokens, {time.time() - started:.0f} s\n\n{table(results)}", flush=True)
+        RESULTS.mkdir(exist_ok=True)
         file = RESULTS / f"opening-{n}.json"
         known = json.loads(file.read_text()) if file.exists() else {}
         known |= {name: [asdict(r) for r in mine] for name, mine in results.items()}

@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from measure import FACTOR, Candidate
 from opening import CANDIDATES, numbers
-from real_rows import CONTEXT, TEXTS, load_rows
 from rich.progress import Progress
 from tree_view import Step, View, decode
 
 from icecache import LayerCache
+from icecache.bench.rows import CONTEXT, TEXTS, load_rows
 from icecache.eval.decode import Decoder, Prefill, prefill
 from icecache.eval.kl import divergence, feed
 from icecache.eval.model import load_model

@@ -9,9 +9,9 @@ the same text; inserted at once and one by one.
 import argparse
 
 import numpy as np
-from real_rows import CONTEXT, TEXTS, load_rows
 
 from icecache import DciTree
+from icecache.bench.rows import CONTEXT, TEXTS, load_rows
 
 K = 16
 

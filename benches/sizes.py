@@ -17,10 +17,10 @@ import numpy as np
 import torch
 from measure import relative
 from opening import numbers
-from real_rows import CONTEXT, TEXTS, load_rows
 from tree_view import OPTIONS
 
 from icecache import IceConfig, LayerCache
+from icecache.bench.rows import CONTEXT, TEXTS, load_rows
 
 DEFAULT = IceConfig()
 OPTION_VALUES: dict[str, tuple[object, ...]] = {

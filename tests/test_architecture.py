@@ -41,7 +41,13 @@ PYTHON = """
     layer.py tree.py
     attention.py cache.py
     policies/
-    eval/ cli.py
+    eval/
+    bench/__init__.py
+    bench/lengthen.py bench/rows.py bench/heads.py
+    bench/timing.py bench/baselines.py bench/libraries.py
+    bench/step.py bench/build.py bench/insert.py bench/generate.py
+    bench/report.py
+    cli.py
     __init__.py
     reference.py
 """
@@ -62,7 +68,7 @@ ONLY = {
 ONLY_IMPORTED = {
     "cupy": ("python/icecache/kernels.py",),
     "transformers": tuple(
-        f"python/icecache/{f}" for f in ("attention.py", "cache.py", "eval/", "cli.py")
+        f"python/icecache/{f}" for f in ("attention.py", "cache.py", "eval/", "bench/", "cli.py")
     ),
     "icecache.reference": (),
 }

@@ -4,11 +4,13 @@ import numpy as np
 import pytest
 import torch
 from kv_arrays import make_problem
-from long_rows import FIRST, LAST, curves, lengthen, rotate, top_mass
+from long_rows import curves, top_mass
 from measure import NEEDLES, Problem, build, check, plant
 from opening import SHIPPED
 from rules import share_of_lowest
 from tree_view import Step, decode, exact
+
+from icecache.bench.lengthen import FIRST, LAST, lengthen, rotate
 
 
 def head(n=3000, dim=32, group=3):

@@ -1,4 +1,4 @@
-"""The command `icecache`: `icecache demo` and `icecache eval`.
+"""The command `icecache`: `demo`, `eval`, and `bench step|build|insert|generate`.
 
 Heavy modules are imported when a command runs, so that `--help` and `--version` answer at once.
 """
@@ -18,15 +18,47 @@ except ImportError as error:
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from icecache.bench.heads import Heads
+    from icecache.config import IceConfig
+
 app = typer.Typer(
     add_completion=False, no_args_is_help=True, pretty_exceptions_enable=False, help=__doc__
 )
+
+bench_app = typer.Typer(
+    no_args_is_help=True, help="Times, against baselines of the same run, on a real model's rows."
+)
+app.add_typer(bench_app, name="bench")
 
 ModelOption = Annotated[
     str, typer.Option("--model", help='"smollm2" (from PyPI), a directory, or a model hub name.')
 ]
 TextOption = Annotated[
     Path | None, typer.Option("--text", help="A text file; Python's own reference by default.")
+]
+BudgetOption = Annotated[int, typer.Option("--budget", min=1, help="Tokens found per KV head.")]
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="An option of IceConfig, for icecache."),
+]
+JsonOption = Annotated[
+    Path | None, typer.Option("--json", help="Also write the figures to this file.")
+]
+QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, help="Query heads of the layer.")]
+KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, help="Its KV heads.")]
+HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Elements of a key.")]
+TokensOption = Annotated[str, typer.Option("--tokens", help="Lengths, 256 or more.")]
+DtypeOption = Annotated[str, typer.Option("--dtype", help="f32, f16 or bf16.")]
+ThreadsOption = Annotated[
+    int, typer.Option("--threads", min=1, help="Of icecache, and of what it is compared with.")
+]
+KvOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--kv",
+        help="A .npz, .pt or .safetensors file of k, v [kv_heads, n, head_dim] and q [q_heads, "
+        "positions, head_dim], unscaled queries of the last positions; SmolLM2's rows by default.",
+    ),
 ]
 
 
@@ -62,7 +94,7 @@ def options(
 def demo(
     model: ModelOption = "smollm2",
     text: TextOption = None,
-    budget: Annotated[int, typer.Option(min=1, help="Tokens found per KV head.")] = 64,
+    budget: BudgetOption = 64,
     context: Annotated[int, typer.Option(min=256, help="Tokens of haystack and text.")] = 6500,
     tokens: Annotated[int, typer.Option(min=2, help="Tokens decoded on the text.")] = 48,
     json: Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")] = False,
@@ -113,13 +145,8 @@ def evaluate(
     haystack: Annotated[
         str, typer.Option(help='"filler" (simple sentences, repeated) or "prose".')
     ] = "filler",
-    set_: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="An option of IceConfig, for icecache."),
-    ] = None,
-    json: Annotated[
-        Path | None, typer.Option("--json", help="Also write the figures to this file.")
-    ] = None,
+    set_: SetOption = None,
+    json: JsonOption = None,
 ) -> None:
     """How close each policy is to full attention, and what it reads; or whether it finds a key."""
     from icecache.eval import report, texts
@@ -160,6 +187,249 @@ def evaluate(
     Console().print(table)
     if json is not None:
         report.write_json(json, report.describe(model, runs, **settings), rows)
+
+
+@bench_app.command("step")
+def bench_step(
+    q_heads: QHeadsOption = 32,
+    kv_heads: KvHeadsOption = 8,
+    head_dim: HeadDimOption = 128,
+    tokens: TokensOption = "4096,36864,131072,262144",
+    dtype: DtypeOption = "bf16",
+    threads: ThreadsOption = 2,
+    budget: BudgetOption = 64,
+    copies: Annotated[
+        int | None,
+        typer.Option(min=1, help="Of the layer, in turns; as many as cold caches need by default."),
+    ] = None,
+    steps: Annotated[int, typer.Option(min=1, help="Steps timed per length.")] = 256,
+    libraries: Annotated[
+        bool,
+        typer.Option(help="Compare with faiss, hnswlib and usearch, those that are installed."),
+    ] = True,
+    kv: KvOption = None,
+    set_: SetOption = None,
+    json: JsonOption = None,
+    plot: Annotated[
+        Path | None, typer.Option("--plot", help="Also plot milliseconds against tokens.")
+    ] = None,
+) -> None:
+    """One decode step of one layer against exact attention, torch's sdpa and an exact scan.
+
+    --json also has the times of each form of sdpa, and of libraries for approximate search.
+    """
+    from dataclasses import asdict
+
+    from icecache.bench import report
+    from icecache.bench.heads import Shape
+    from icecache.bench.libraries import installed
+    from icecache.bench.step import StepSetting, measure_step
+    from icecache.bench.timing import bandwidth
+    from icecache.eval.report import write_json
+
+    config, heads = _bench(threads, budget, dtype, set_, kv)
+    shape, lengths = Shape(q_heads, kv_heads, head_dim), _lengths(tokens, "--tokens")
+    found = installed() if libraries else []
+    setting = StepSetting(shape, dtype, config, copies, steps, threads, bandwidth(), found)
+    rows, details = [], {}
+    with _progress() as progress:
+        for n in lengths:
+            row, more = measure_step(heads, n, setting, progress)
+            rows.append(row)
+            details[n] = asdict(more)
+    Console().print(report.table("medians of one layer and step, in milliseconds", rows))
+    if json is not None:
+        settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "steps": steps}
+        settings |= {"bandwidth": setting.bandwidth, "lengths": details}
+        write_json(json, report.describe(config, rows=heads.name, **settings), rows)
+    if plot is not None:
+        report.plot_steps(plot, rows)
+
+
+@bench_app.command("build")
+def bench_build(
+    q_heads: QHeadsOption = 32,
+    kv_heads: KvHeadsOption = 8,
+    head_dim: HeadDimOption = 128,
+    tokens: TokensOption = "36864",
+    dtype: DtypeOption = "bf16",
+    threads: ThreadsOption = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Layers built per length.")] = 3,
+    model: ModelOption = "smollm2",
+    context: Annotated[
+        int, typer.Option(min=0, help="Tokens that the model reads; 0 leaves it out.")
+    ] = 7936,
+    kv: KvOption = None,
+    set_: SetOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Indexing one layer, and all layers of a model against its prefill in f32 and bf16."""
+    from icecache.bench import report
+    from icecache.bench.build import measure_layer_build, measure_model_build
+    from icecache.bench.heads import Shape
+    from icecache.eval import texts
+    from icecache.eval.decode import check_model
+    from icecache.eval.model import load_model
+    from icecache.eval.report import write_json
+
+    config, heads = _bench(threads, 64, dtype, set_, kv)
+    shape, lengths = Shape(q_heads, kv_heads, head_dim), _lengths(tokens, "--tokens")
+    rows: list[Any] = []
+    with _progress() as progress:
+        for n in lengths:
+            rows.append(measure_layer_build(heads, shape, n, dtype, config, repeats, progress))
+    Console().print(report.table("one layer, indexed", rows))
+    if context:
+        language_model, tokenizer = load_model(model)
+        check_model(language_model, context)
+        ids = texts.first_tokens(tokenizer, *texts.read_text(None), context)
+        with _progress() as progress:
+            whole = list(measure_model_build(language_model, ids, config, progress))
+        Console().print(report.table(f"all layers of {model}", whole))
+        rows += whole
+    if json is not None:
+        settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "repeats": repeats}
+        write_json(json, report.describe(config, rows=heads.name, model=model, **settings), rows)
+
+
+@bench_app.command("insert")
+def bench_insert(
+    q_heads: QHeadsOption = 32,
+    kv_heads: KvHeadsOption = 8,
+    head_dim: HeadDimOption = 128,
+    tokens: TokensOption = "36864",
+    dtype: DtypeOption = "bf16",
+    threads: ThreadsOption = 2,
+    budget: BudgetOption = 64,
+    steps: Annotated[int, typer.Option(min=1, help="Tokens appended, then decoded.")] = 2000,
+    kv: KvOption = None,
+    set_: SetOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Tokens that come one by one to one layer: appending alone, and whole decode steps."""
+    from icecache.bench import report
+    from icecache.bench.heads import Shape
+    from icecache.bench.insert import measure_insert
+    from icecache.eval.report import write_json
+
+    config, heads = _bench(threads, budget, dtype, set_, kv)
+    shape, lengths = Shape(q_heads, kv_heads, head_dim), _lengths(tokens, "--tokens")
+    with _progress() as progress:
+        rows = [measure_insert(heads, shape, n, dtype, config, steps, progress) for n in lengths]
+    Console().print(report.table("one layer, token by token", rows))
+    if json is not None:
+        settings = {"shape": vars(shape), "dtype": dtype, "threads": threads, "steps": steps}
+        write_json(json, report.describe(config, rows=heads.name, **settings), rows)
+
+
+@bench_app.command("generate")
+def bench_generate(
+    model: ModelOption = "smollm2",
+    layer: Annotated[
+        str | None,
+        typer.Option(help='"llama-8b": one layer of that shape with random weights instead.'),
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option(help="Lengths; 2048,4096,7936 for a model, 36864,131072 for a layer."),
+    ] = None,
+    new: Annotated[int, typer.Option(min=1, help="Tokens timed per cache.")] = 64,
+    dtype: Annotated[
+        str | None, typer.Option(help="f32 for a model, bf16 for a layer by default.")
+    ] = None,
+    threads: ThreadsOption = 2,
+    budget: BudgetOption = 64,
+    text: TextOption = None,
+    kv: KvOption = None,
+    set_: SetOption = None,
+    json: JsonOption = None,
+) -> None:
+    """Time per token of a model with icecache, `DynamicCache` and `StaticCache`."""
+    from icecache.bench import report
+    from icecache.bench.generate import (
+        LLAMA_8B,
+        crossover,
+        llama_layer,
+        measure_generate,
+        shortened,
+    )
+    from icecache.bench.heads import DTYPES
+    from icecache.eval import texts
+    from icecache.eval.decode import check_model, prefill
+    from icecache.eval.model import load_model
+    from icecache.eval.report import write_json
+
+    if layer not in (None, "llama-8b"):
+        raise typer.BadParameter(f'must be "llama-8b", got {layer!r}', param_hint="--layer")
+    kind = dtype or ("bf16" if layer else "f32")
+    given = context or ("36864,131072" if layer else "2048,4096,7936")
+    lengths = _lengths(given, "--context")
+    config = _bench_config(threads, budget, kind, set_)
+    rows = []
+    if layer:
+        heads, language_model = _heads(kv), llama_layer(DTYPES[kind])
+        for n in lengths:
+            made = heads.layer(LLAMA_8B, n, kind)
+            stored = [(made.k, made.v)]
+            with _progress() as progress:
+                rows += measure_generate(language_model, stored, 0, new, config, progress)
+    else:
+        name, content = texts.read_text(text)
+        language_model, tokenizer = load_model(model)
+        check_model(language_model, max(lengths) + new + 1)
+        ids = texts.first_tokens(tokenizer, name, content, max(lengths) + 1)
+        language_model.to(DTYPES[kind])
+        with _progress() as progress:
+            whole = prefill(language_model, ids[:-1], progress).layers
+            for n in lengths:
+                rows += measure_generate(
+                    language_model, shortened(whole, n), ids[n], new, config, progress
+                )
+    Console().print(report.table(f"milliseconds per token, {layer or model}, {kind}", rows))
+    crossing = crossover(rows)
+    faster = "nowhere" if crossing is None else f"from {crossing:.0f} tokens on"
+    Console().print(f"icecache is never slower than the faster other cache {faster}")
+    if json is not None:
+        settings = {"model": layer or model, "dtype": kind, "threads": threads, "new": new}
+        write_json(json, report.describe(config, crossover=crossing, **settings), rows)
+
+
+def _bench(
+    threads: int, budget: int, dtype: str, set_: list[str] | None, kv: Path | None
+) -> tuple[IceConfig, Heads]:
+    """What the benches of a layer share: options, and real KV heads."""
+    return _bench_config(threads, budget, dtype, set_), _heads(kv)
+
+
+def _bench_config(threads: int, budget: int, dtype: str, set_: list[str] | None) -> IceConfig:
+    """The options, always sparse unless `set_` says otherwise; torch gets as many threads."""
+    import torch
+
+    from icecache.bench.heads import DTYPES
+    from icecache.config import IceConfig
+    from icecache.eval.errors import EvalError
+
+    if dtype not in DTYPES:
+        raise typer.BadParameter(f"must be f32, f16 or bf16, got {dtype!r}", param_hint="--dtype")
+    torch.set_num_threads(threads)
+    try:
+        config = IceConfig(token_budget=budget, dense_below=0, num_threads=threads)
+        return config.replace(**_assignments(set_ or []))
+    except (TypeError, ValueError) as error:
+        raise EvalError(str(error)) from error
+
+
+def _heads(kv: Path | None) -> Heads:
+    from icecache.bench.heads import read_heads, smollm2_heads
+
+    return smollm2_heads() if kv is None else read_heads(kv)
+
+
+def _lengths(values: str, option: str) -> list[int]:
+    lengths = _numbers(values, int, option)
+    if min(lengths) < 256:
+        raise typer.BadParameter("lengths must be at least 256", param_hint=option)
+    return lengths
 
 
 def _progress() -> Progress:

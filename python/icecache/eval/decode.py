@@ -48,7 +48,7 @@ def prefill(model: Any, ids: Sequence[int], progress: Progress) -> Prefill:
     task = progress.add_task(f"reading {len(ids)} tokens", total=len(ids))
     for start in range(0, len(ids), _PREFILL_CHUNK):
         chunk = ids[start : start + _PREFILL_CHUNK]
-        _forward(model, chunk, start, cache)
+        forward(model, chunk, start, cache)
         progress.advance(task, len(chunk))
     progress.remove_task(task)
     layers: list[Any] = cache.layers
@@ -107,7 +107,7 @@ class Decoder:
         for probe in self._probes:
             probe.armed = measure_mass
         started = time.perf_counter()
-        logits = _forward(self._model, [token], self.seq_len, self._cache)
+        logits = forward(self._model, [token], self.seq_len, self._cache)
         elapsed = time.perf_counter() - started
         self.seq_len += 1
         stats = [probe.stats() for probe in self._probes]
@@ -131,7 +131,7 @@ class Decoder:
         return sum(s.kv_bytes for s in stats), sum(s.index_bytes for s in stats)
 
 
-def _forward(model: Any, ids: Sequence[int], position: int, cache: Any) -> torch.Tensor:
+def forward(model: Any, ids: Sequence[int], position: int, cache: Any) -> torch.Tensor:
     """Feeds `ids`, the first of them at `position`; logits of the last one, `[vocabulary]`."""
     parameters = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"

@@ -1,22 +1,29 @@
-"""Keys, values and queries of SmolLM2-135M-Instruct on three texts that every machine has.
+"""Keys, values and queries of SmolLM2-135M-Instruct on texts that every machine has.
 
-Shows nothing by itself: the other scripts measure on these rows. They are computed once, with full
-attention, and kept in results/ (370 MB a text). Python's own version decides the texts.
-
-    python benches/real_rows.py
+Computed once per text, with full attention, and kept beside the model in the user's cache folder
+(280 MB a text). Python's own version decides the texts.
 """
 
 from __future__ import annotations
 
 import argparse
 import inspect
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.progress import Progress
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-RESULTS = Path(__file__).parent.parent / "results"
+from icecache.eval.decode import prefill
+from icecache.eval.errors import EvalError
+from icecache.eval.model import cache_dir, load_model
+from icecache.eval.texts import first_tokens, read_text
+
 TEXTS = ("reference", "reference-60000", "argparse")
 """Python's reference from its start and from character 60,000 on; the source of a long module."""
 CONTEXT = 7936
@@ -54,36 +61,33 @@ class Rows:
 
 
 def load_rows(name: str) -> Rows:
-    """The rows of one of `TEXTS`, computed where results/ has none."""
-    path = RESULTS / f"rows-{name}.pt"
+    """The rows of one of `TEXTS`, computed where the cache folder has none."""
+    path = cache_dir() / f"rows-{name}.pt"
     if not path.exists():
-        RESULTS.mkdir(exist_ok=True)
-        torch.save(vars(_capture(name)), path)
+        rows = _capture(name)
+        try:
+            # Renamed when it is whole: another process may be looking.
+            part = path.with_suffix(f".{os.getpid()}")
+            torch.save(vars(rows), part)
+            part.replace(path)
+        except (OSError, RuntimeError) as error:
+            raise EvalError(f"cannot write {path}: {error}") from error
     return Rows(**torch.load(path, mmap=True))
 
 
 def content(name: str) -> str:
     """The text itself."""
-    from icecache.eval.texts import read_text
-
     if name == "argparse":
         return inspect.getsource(argparse)
     return read_text(None, int(name.partition("-")[2] or 0))[1]
 
 
 def _capture(name: str) -> Rows:
-    from rich.progress import Progress
-    from transformers import AttentionInterface
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-
-    from icecache.eval.decode import prefill
-    from icecache.eval.model import load_model
-    from icecache.eval.texts import first_tokens
-
     queries: dict[int, list[torch.Tensor]] = {n: [] for n in LENGTHS}
 
-    def capture(module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any):
+    def capture(
+        module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, None]:
         if key.shape[2] in queries:
             queries[key.shape[2]].append(query[0, :, -QUERIES:].clone())
         return sdpa_attention_forward(module, query, key, *args, **kwargs)
@@ -93,7 +97,7 @@ def _capture(name: str) -> Rows:
     model, tokenizer = load_model()
     model.set_attn_implementation("capture")
     ids = first_tokens(tokenizer, name, content(name), CONTEXT + MORE)
-    with Progress() as progress:
+    with Progress(console=Console(stderr=True), transient=True) as progress:
         context = prefill(model, ids[:CONTEXT], progress)
     return Rows(
         name=name,
@@ -102,10 +106,3 @@ def _capture(name: str) -> Rows:
         v=torch.stack([v for _, v in context.layers]),
         q={n: torch.stack(rows) for n, rows in queries.items()},
     )
-
-
-if __name__ == "__main__":
-    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
-    for text in TEXTS:
-        rows = load_rows(text)
-        print(f"{text}: {len(rows.ids)} tokens, keys {list(rows.k.shape)}")

@@ -109,23 +109,19 @@ impl Order {
         for (i, &key) in all.clone() {
             self.buckets[bucket(key) as usize] += weight(i) as u32;
         }
-        let (mut within, mut sum) = (0, 0);
-        for (number, &held) in self
-            .buckets
-            .iter()
-            .enumerate()
-            .filter(|bucket| *bucket.1 > 0)
-        {
-            within = number as u32;
-            if sum + held as usize >= target {
-                break;
-            }
-            sum += held as usize;
-        }
+        let mut sum = 0;
+        let mut reached = |held: u32| {
+            let reached = sum + held as usize >= target;
+            sum += if reached { 0 } else { held as usize };
+            reached
+        };
+        let Some(within) = self.buckets.iter().position(|&held| reached(held)) else {
+            return (self.keys.len(), sum);
+        };
         let mut better = 0;
         for (i, &key) in all {
-            better += usize::from(bucket(key) < within);
-            if bucket(key) == within {
+            better += usize::from(bucket(key) < within as u32);
+            if bucket(key) == within as u32 {
                 self.near.push(with_place(key, i));
             }
         }

@@ -1,13 +1,15 @@
 //! What a node says of its tokens: count, mean key, mean value, and how far they spread.
 //!
-//! A node is always recomputed from what is right below it: a leaf from the rows of its page, an
-//! upper node from the means of its children. Nothing accumulates over time, and one rounding per
-//! level is as small as the rounding of the stored mean itself.
+//! Means are always recomputed from what is right below a node: those of a leaf from the rows of its
+//! page, those of an upper node from the means of its children. Nothing accumulates over time, and
+//! one rounding per level is as small as the rounding of the stored mean itself. Only the spread of
+//! an upper node, an f32, runs along while single tokens come; a regrouping recomputes it.
 
 use super::node::{Level, Scalars};
-use crate::ids::{NO_PARENT, PageId};
+use crate::ids::{NO_PARENT, NodeId, PageId};
 use crate::pages::PagePool;
-use crate::rows::{Elements, make_room, squares, to_f32};
+use crate::rows::{Element, Elements, make_room, squared_distance, squares, to_f32, typed};
+use crate::simd;
 use crate::transform::Transform;
 
 /// Sums over tokens: centred keys, values, extra coordinates, squared norms of both.
@@ -17,7 +19,10 @@ pub struct Sums {
     row: Vec<f32>,
     pub count: u32,
     key_dim: usize,
-    token: Vec<f32>,
+    /// Work space, as long as `row`.
+    mean: Vec<f32>,
+    /// Work space, one for each node that is added.
+    weights: Vec<f32>,
 }
 
 impl Sums {
@@ -27,7 +32,8 @@ impl Sums {
             row: vec![0.0; width],
             count: 0,
             key_dim,
-            token: vec![0.0; width],
+            mean: vec![0.0; width],
+            weights: Vec::new(),
         }
     }
 
@@ -37,16 +43,12 @@ impl Sums {
     }
 
     pub fn add_token(&mut self, transform: &Transform, key: Elements<'_>, value: Elements<'_>) {
-        let (key_dim, width) = (self.key_dim, self.row.len());
-        let squared = transform.centre(key, &mut self.token[..key_dim]);
-        let values = &mut self.token[key_dim..width - 3];
-        to_f32(value, values);
-        let value_squared = squares(values);
-        self.token[width - 3..].copy_from_slice(&[transform.lift(squared), squared, value_squared]);
-        self.row
-            .iter_mut()
-            .zip(&self.token)
-            .for_each(|(s, t)| *s += t);
+        let (keys, rest) = self.row.split_at_mut(self.key_dim);
+        let (values, extra) = rest.split_at_mut(rest.len() - 3);
+        let squared = typed!(Elements, key, x => add_row(x, Some(transform.mean()), keys));
+        let value_squared = typed!(Elements, value, x => add_row(x, None, values));
+        let terms = [transform.lift(squared), squared, value_squared];
+        extra.iter_mut().zip(terms).for_each(|(s, t)| *s += t);
         self.count += 1;
     }
 
@@ -57,22 +59,44 @@ impl Sums {
 
     /// Adds the tokens of a node, by its summary.
     pub fn add_node(&mut self, level: &Level, node: usize) {
-        let (key_dim, width) = (self.key_dim, self.row.len());
-        let scalars = &level.scalars[node];
-        let count = scalars.count as f32;
-        to_f32(level.keys.row(node), &mut self.token[..key_dim]);
-        to_f32(level.values.row(node), &mut self.token[key_dim..width - 3]);
-        let mean_square = |mean: &[f32], spread: f32| squares(mean) + spread * spread;
-        let key_square = mean_square(&self.token[..key_dim], scalars.key_radius);
-        let value_square = mean_square(&self.token[key_dim..width - 3], scalars.value_spread);
-        self.token[width - 3..].copy_from_slice(&[scalars.lift, key_square, value_square]);
-        let terms = self.row.iter_mut().zip(&self.token);
-        terms.for_each(|(s, t)| *s += count * t);
-        self.count += scalars.count;
+        self.add_nodes(level, &[node as NodeId]);
+    }
+
+    /// Adds the tokens of nodes, by their summaries.
+    pub fn add_nodes(&mut self, level: &Level, nodes: &[NodeId]) {
+        self.add_means(level, nodes);
+        let width = self.row.len();
+        let (key_dim, values) = (self.key_dim, self.key_dim..width - 3);
+        for &node in nodes {
+            let scalars = &level.scalars[node as usize];
+            to_f32(level.keys.row(node as usize), &mut self.mean[..key_dim]);
+            to_f32(level.values.row(node as usize), &mut self.mean[values.clone()]);
+            let mean_square = |mean: &[f32], spread: f32| squares(mean) + spread * spread;
+            let key_square = mean_square(&self.mean[..key_dim], scalars.key_radius);
+            let value_square = mean_square(&self.mean[values.clone()], scalars.value_spread);
+            self.row[width - 2] += scalars.count as f32 * key_square;
+            self.row[width - 1] += scalars.count as f32 * value_square;
+        }
+    }
+
+    /// [`Sums::add_nodes`] without the squared norms, which [`Sums::write_grown`] does not need.
+    pub fn add_means(&mut self, level: &Level, nodes: &[NodeId]) {
+        let width = self.row.len();
+        self.weights.clear();
+        for &node in nodes {
+            let scalars = &level.scalars[node as usize];
+            self.weights.push(scalars.count as f32);
+            self.row[width - 3] += scalars.count as f32 * scalars.lift;
+            self.count += scalars.count;
+        }
+        let (keys, values) = self.row[..width - 3].split_at_mut(self.key_dim);
+        for (rows, sums) in [(&level.keys, keys), (&level.values, values)] {
+            simd::weighted_sum(&self.weights, nodes.len(), rows.rows(), Some(nodes), sums);
+        }
     }
 
     /// Appends a node that says this, without parent or links.
-    pub fn push_to(&self, level: &mut Level) {
+    pub fn push_to(&mut self, level: &mut Level) {
         let width = self.row.len();
         level.keys.push_f32(&self.row[..self.key_dim]);
         level.values.push_f32(&self.row[self.key_dim..width - 3]);
@@ -90,27 +114,75 @@ impl Sums {
     }
 
     /// Makes `node` say this.
-    pub fn write_to(&self, level: &mut Level, node: usize) {
-        let width = self.row.len();
+    pub fn write_to(&mut self, level: &mut Level, node: usize) {
+        let (key_norm, value_norm) = self.write_means(level, node);
         let share = 1.0 / self.count.max(1) as f32;
-        let mean: Vec<f32> = self.row.iter().map(|s| s * share).collect();
-        let (key, value) = (&mean[..self.key_dim], &mean[self.key_dim..width - 3]);
-        let [lift, key_squares, value_squares] = mean[width - 3..] else {
+        let [.., key_squares, value_squares] = self.row[..] else {
             unreachable!("three sums follow keys and values")
         };
-        let key_norm = squares(key);
-        let value_norm = squares(value);
+        let scalars = &mut level.scalars[node];
+        scalars.key_radius = (key_squares * share - key_norm).max(0.0).sqrt();
+        scalars.value_spread = (value_squares * share - value_norm).max(0.0).sqrt();
+    }
+
+    /// Makes `node`, of one token less, say this: the token with centred key `key` [key_dim] and
+    /// value `value` [value_dim] is new. Its spreads follow from the old ones (Welford).
+    pub fn write_grown(&mut self, level: &mut Level, node: usize, key: &[f32], value: &[f32]) {
+        let old = level.scalars[node].count as f32;
+        self.write_means(level, node);
+        let (key_mean, rest) = self.mean.split_at(self.key_dim);
+        let value_mean = &rest[..value.len()];
+        let grown = |spread: f32, new: f32| (spread * spread * old / (old + 1.0) + new / old).sqrt();
+        let scalars = &mut level.scalars[node];
+        scalars.key_radius = grown(scalars.key_radius, squared_distance(key, key_mean));
+        scalars.value_spread = grown(scalars.value_spread, squared_distance(value, value_mean));
+    }
+
+    /// Writes all but the spreads. Leaves the means in `self.mean`; returns their squared norms.
+    fn write_means(&mut self, level: &mut Level, node: usize) -> (f32, f32) {
+        let width = self.row.len();
+        let share = 1.0 / self.count.max(1) as f32;
+        let means = self.mean.iter_mut().zip(&self.row);
+        means.for_each(|(mean, sum)| *mean = sum * share);
+        let (key, value) = self.mean[..width - 3].split_at(self.key_dim);
+        let (lift, key_norm) = (self.mean[width - 3], squares(key));
         level.keys.set_f32(node, key);
         level.values.set_f32(node, value);
         let scalars = &mut level.scalars[node];
-        *scalars = Scalars {
-            parent: scalars.parent,
-            count: self.count,
-            log_count: (self.count.max(1) as f32).ln(),
-            lift,
-            half_norm: 0.5 * (key_norm + lift * lift),
-            key_radius: (key_squares - key_norm).max(0.0).sqrt(),
-            value_spread: (value_squares - value_norm).max(0.0).sqrt(),
-        };
+        scalars.count = self.count;
+        scalars.log_count = (self.count.max(1) as f32).ln();
+        scalars.lift = lift;
+        scalars.half_norm = 0.5 * (key_norm + lift * lift);
+        (key_norm, squares(value))
     }
+}
+
+/// Adds `row`, less `offset` if there is one, to `sums`; returns its squared norm. One pass, in
+/// blocks that vectorise.
+fn add_row<T: Element>(row: &[T], offset: Option<&[f32]>, sums: &mut [f32]) -> f32 {
+    const BLOCK: usize = 16;
+    let mut squares = [0.0f32; BLOCK];
+    for (at, (row, sums)) in row.chunks(BLOCK).zip(sums.chunks_mut(BLOCK)).enumerate() {
+        let offset = offset.map(|offset| &offset[at * BLOCK..][..row.len()]);
+        if let (Ok(row), Ok(sums)) = (
+            <&[T; BLOCK]>::try_from(row),
+            <&mut [f32; BLOCK]>::try_from(&mut *sums),
+        ) {
+            let mut x = row.map(Element::to_f32);
+            if let Some(offset) = offset {
+                x.iter_mut().zip(offset).for_each(|(x, o)| *x -= o);
+            }
+            for i in 0..BLOCK {
+                sums[i] += x[i];
+                squares[i] += x[i] * x[i];
+            }
+        } else {
+            for (i, (x, sum)) in row.iter().zip(sums).enumerate() {
+                let x = x.to_f32() - offset.map_or(0.0, |offset| offset[i]);
+                *sum += x;
+                squares[i] += x * x;
+            }
+        }
+    }
+    squares.iter().sum()
 }

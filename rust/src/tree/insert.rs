@@ -17,6 +17,7 @@ pub struct Inserter {
     /// Its value, [value_dim].
     value: Vec<f32>,
     sums: Sums,
+    mean: Vec<f32>,
     /// Ancestors of the token just inserted, from its leaf up.
     path: Vec<NodeId>,
 }
@@ -34,6 +35,7 @@ impl Inserter {
             point: vec![0.0; key_dim],
             value: vec![0.0; value_dim],
             sums: Sums::new(key_dim, value_dim),
+            mean: Vec::new(),
             path: Vec::new(),
         }
     }
@@ -56,7 +58,10 @@ impl Inserter {
         for depth in 1..tree.levels.len() {
             let node = tree.levels[depth - 1].scalars[self.path[depth - 1] as usize].parent;
             self.path.push(node);
-            self.grow(tree, depth, node as usize);
+            let (key, value, level) = (&self.point, &self.value, &mut tree.levels[depth]);
+            if !level.grow(node as usize, key, lift, value, &mut self.mean) {
+                self.recompute(tree, depth, node as usize);
+            }
         }
         self.split_if_full(tree, 0, leaf);
         self.path.push(NO_PARENT);
@@ -157,15 +162,6 @@ impl Inserter {
             self.sums.add_nodes(&tree.levels[depth - 1], children);
         }
         self.sums.write_to(&mut tree.levels[depth], node);
-    }
-
-    /// Brings the summary of an ancestor of the token just inserted up to date.
-    fn grow(&mut self, tree: &mut Tree, depth: usize, node: usize) {
-        self.sums.clear();
-        let children = &tree.levels[depth].children[node];
-        self.sums.add_means(&tree.levels[depth - 1], children);
-        let level = &mut tree.levels[depth];
-        self.sums.write_grown(level, node, &self.point, &self.value);
     }
 }
 

@@ -14,6 +14,7 @@ use crate::rows::RowStore;
 
 /// Regroupings while the tokens of a node double.
 const REGROUPINGS: usize = 8;
+static REG: std::sync::LazyLock<usize> = std::sync::LazyLock::new(|| std::env::var("REG").map_or(REGROUPINGS, |x| x.parse().unwrap()));
 
 /// Groups for so many members: more than their target size says, as a build has, whose full pages
 /// split.
@@ -32,7 +33,7 @@ impl Inserter {
             NO_PARENT => tree.len,
             node => tree.levels[depth].scalars[node as usize].count as usize,
         };
-        let period = (count.next_power_of_two() / (2 * REGROUPINGS)).max(1);
+        let period = (count.next_power_of_two() / (2 * *REG)).max(1);
         if count.is_multiple_of(period) {
             self.regroup(tree, depth, node);
         }

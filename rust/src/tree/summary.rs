@@ -1,16 +1,20 @@
 //! What a node says of its tokens: count, mean key, mean value, and how far they spread.
 //!
-//! Means are always recomputed from what is right below a node: those of a leaf from the rows of its
-//! page, those of an upper node from the means of its children. Nothing accumulates over time, and
-//! one rounding per level is as small as the rounding of the stored mean itself. Only the spread of
-//! an upper node, an f32, runs along while single tokens come; a regrouping recomputes it.
+//! A node is computed from what is right below it: a leaf from the rows of its page, an upper node
+//! from the means of its children. One rounding per level is as small as the rounding of the stored
+//! mean itself. While single tokens come, an upper node runs along for [`STEPS`] of them at most and
+//! is then computed anew, so that nothing accumulates over time.
 
 use super::node::{Level, Scalars};
 use crate::ids::{NO_PARENT, NodeId, PageId};
 use crate::pages::PagePool;
-use crate::rows::{Element, Elements, make_room, squared_distance, squares, to_f32, typed};
+use crate::rows::{Element, Elements, RowStore, make_room, squared_distance, squares, to_f32, typed};
 use crate::simd;
 use crate::transform::Transform;
+
+/// Tokens that the summary of an upper node takes up between computations: as many roundings of its
+/// means, by half a unit in the last place each, add up.
+const STEPS: u32 = 8;
 
 /// Sums over tokens: centred keys, values, extra coordinates, squared norms of both.
 #[derive(Debug, Clone)]
@@ -64,29 +68,21 @@ impl Sums {
 
     /// Adds the tokens of nodes, by their summaries.
     pub fn add_nodes(&mut self, level: &Level, nodes: &[NodeId]) {
-        self.add_means(level, nodes);
         let width = self.row.len();
         let (key_dim, values) = (self.key_dim, self.key_dim..width - 3);
+        self.weights.clear();
         for &node in nodes {
             let scalars = &level.scalars[node as usize];
+            let count = scalars.count as f32;
             to_f32(level.keys.row(node as usize), &mut self.mean[..key_dim]);
             to_f32(level.values.row(node as usize), &mut self.mean[values.clone()]);
             let mean_square = |mean: &[f32], spread: f32| squares(mean) + spread * spread;
             let key_square = mean_square(&self.mean[..key_dim], scalars.key_radius);
             let value_square = mean_square(&self.mean[values.clone()], scalars.value_spread);
-            self.row[width - 2] += scalars.count as f32 * key_square;
-            self.row[width - 1] += scalars.count as f32 * value_square;
-        }
-    }
-
-    /// [`Sums::add_nodes`] without the squared norms, which [`Sums::write_grown`] does not need.
-    pub fn add_means(&mut self, level: &Level, nodes: &[NodeId]) {
-        let width = self.row.len();
-        self.weights.clear();
-        for &node in nodes {
-            let scalars = &level.scalars[node as usize];
-            self.weights.push(scalars.count as f32);
-            self.row[width - 3] += scalars.count as f32 * scalars.lift;
+            let extra = self.row[width - 3..].iter_mut();
+            let terms = [scalars.lift, key_square, value_square];
+            extra.zip(terms).for_each(|(s, t)| *s += count * t);
+            self.weights.push(count);
             self.count += scalars.count;
         }
         let (keys, values) = self.row[..width - 3].split_at_mut(self.key_dim);
@@ -115,45 +111,57 @@ impl Sums {
 
     /// Makes `node` say this.
     pub fn write_to(&mut self, level: &mut Level, node: usize) {
-        let (key_norm, value_norm) = self.write_means(level, node);
-        let share = 1.0 / self.count.max(1) as f32;
-        let [.., key_squares, value_squares] = self.row[..] else {
-            unreachable!("three sums follow keys and values")
-        };
-        let scalars = &mut level.scalars[node];
-        scalars.key_radius = (key_squares * share - key_norm).max(0.0).sqrt();
-        scalars.value_spread = (value_squares * share - value_norm).max(0.0).sqrt();
-    }
-
-    /// Makes `node`, of one token less, say this: the token with centred key `key` [key_dim] and
-    /// value `value` [value_dim] is new. Its spreads follow from the old ones (Welford).
-    pub fn write_grown(&mut self, level: &mut Level, node: usize, key: &[f32], value: &[f32]) {
-        let old = level.scalars[node].count as f32;
-        self.write_means(level, node);
-        let (key_mean, rest) = self.mean.split_at(self.key_dim);
-        let value_mean = &rest[..value.len()];
-        let grown = |spread: f32, new: f32| (spread * spread * old / (old + 1.0) + new / old).sqrt();
-        let scalars = &mut level.scalars[node];
-        scalars.key_radius = grown(scalars.key_radius, squared_distance(key, key_mean));
-        scalars.value_spread = grown(scalars.value_spread, squared_distance(value, value_mean));
-    }
-
-    /// Writes all but the spreads. Leaves the means in `self.mean`; returns their squared norms.
-    fn write_means(&mut self, level: &mut Level, node: usize) -> (f32, f32) {
         let width = self.row.len();
         let share = 1.0 / self.count.max(1) as f32;
         let means = self.mean.iter_mut().zip(&self.row);
         means.for_each(|(mean, sum)| *mean = sum * share);
         let (key, value) = self.mean[..width - 3].split_at(self.key_dim);
-        let (lift, key_norm) = (self.mean[width - 3], squares(key));
+        let [lift, key_squares, value_squares] = self.mean[width - 3..] else {
+            unreachable!("three sums follow keys and values")
+        };
+        let (key_norm, value_norm) = (squares(key), squares(value));
         level.keys.set_f32(node, key);
         level.values.set_f32(node, value);
         let scalars = &mut level.scalars[node];
-        scalars.count = self.count;
-        scalars.log_count = (self.count.max(1) as f32).ln();
-        scalars.lift = lift;
-        scalars.half_norm = 0.5 * (key_norm + lift * lift);
-        (key_norm, squares(value))
+        *scalars = Scalars {
+            parent: scalars.parent,
+            count: self.count,
+            log_count: (self.count.max(1) as f32).ln(),
+            lift,
+            half_norm: 0.5 * (key_norm + lift * lift),
+            key_radius: (key_squares - key_norm).max(0.0).sqrt(),
+            value_spread: (value_squares - value_norm).max(0.0).sqrt(),
+        };
+    }
+}
+
+impl Level {
+    /// Adds one token to what `node` says: its centred key [key_dim] with extra coordinate, and its
+    /// value [value_dim]. `mean` is work space. `false`: the node is to be computed anew instead.
+    pub fn grow(&mut self, node: usize, key: &[f32], lift: f32, value: &[f32], mean: &mut Vec<f32>) -> bool {
+        let scalars = &mut self.scalars[node];
+        if scalars.count.is_multiple_of(STEPS) {
+            return false;
+        }
+        let old = scalars.count as f32;
+        let share = 1.0 / (old + 1.0);
+        // Mean and spread of a growing sample (Welford). The spread of what is new is that to the
+        // old mean, less what the mean moves.
+        let mut update = |means: &mut RowStore, spread: f32, row: &[f32]| {
+            mean.resize(row.len(), 0.0);
+            to_f32(means.row(node), mean);
+            let new = squared_distance(row, mean);
+            (mean.iter_mut().zip(row)).for_each(|(m, x)| *m += (x - *m) * share);
+            means.set_f32(node, mean);
+            ((spread * spread + new * share) * (old * share)).sqrt()
+        };
+        scalars.value_spread = update(&mut self.values, scalars.value_spread, value);
+        scalars.key_radius = update(&mut self.keys, scalars.key_radius, key);
+        scalars.count += 1;
+        scalars.log_count = (scalars.count as f32).ln();
+        scalars.lift += (lift - scalars.lift) * share;
+        scalars.half_norm = 0.5 * (squares(&mean[..key.len()]) + scalars.lift * scalars.lift);
+        true
     }
 }
 

@@ -18,6 +18,7 @@ pub struct Inserter {
     value: Vec<f32>,
     sums: Sums,
     mean: Vec<f32>,
+    pub cloud: Cloud,
     /// Ancestors of the token just inserted, from its leaf up.
     path: Vec<NodeId>,
 }
@@ -36,7 +37,15 @@ impl Inserter {
             value: vec![0.0; value_dim],
             sums: Sums::new(key_dim, value_dim),
             mean: Vec::new(),
+            cloud: Cloud::default(),
             path: Vec::new(),
+        }
+    }
+
+    /// Makes it one for these dimensions.
+    pub fn fit(&mut self, key_dim: usize, value_dim: usize) {
+        if (self.point.len(), self.value.len()) != (key_dim, value_dim) {
+            *self = Self::new(key_dim, value_dim);
         }
     }
 

@@ -8,7 +8,9 @@
 use super::node::{Level, Scalars};
 use crate::ids::{NO_PARENT, NodeId, PageId};
 use crate::pages::PagePool;
-use crate::rows::{Element, Elements, RowStore, make_room, squared_distance, squares, to_f32, typed};
+use crate::rows::{
+    Element, Elements, RowStore, make_room, squared_distance, squares, to_f32, typed,
+};
 use crate::simd;
 use crate::transform::Transform;
 
@@ -75,7 +77,10 @@ impl Sums {
             let scalars = &level.scalars[node as usize];
             let count = scalars.count as f32;
             to_f32(level.keys.row(node as usize), &mut self.mean[..key_dim]);
-            to_f32(level.values.row(node as usize), &mut self.mean[values.clone()]);
+            to_f32(
+                level.values.row(node as usize),
+                &mut self.mean[values.clone()],
+            );
             let mean_square = |mean: &[f32], spread: f32| squares(mean) + spread * spread;
             let key_square = mean_square(&self.mean[..key_dim], scalars.key_radius);
             let value_square = mean_square(&self.mean[values.clone()], scalars.value_spread);
@@ -138,7 +143,14 @@ impl Sums {
 impl Level {
     /// Adds one token to what `node` says: its centred key [key_dim] with extra coordinate, and its
     /// value [value_dim]. `mean` is work space. `false`: the node is to be computed anew instead.
-    pub fn grow(&mut self, node: usize, key: &[f32], lift: f32, value: &[f32], mean: &mut Vec<f32>) -> bool {
+    pub fn grow(
+        &mut self,
+        node: usize,
+        key: &[f32],
+        lift: f32,
+        value: &[f32],
+        mean: &mut Vec<f32>,
+    ) -> bool {
         let scalars = &mut self.scalars[node];
         if scalars.count.is_multiple_of(STEPS) {
             return false;

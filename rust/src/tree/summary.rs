@@ -177,11 +177,11 @@ impl Level {
     }
 }
 
-/// Adds `row`, less `offset` if there is one, to `sums`; returns its squared norm. One pass, in
-/// blocks that vectorise.
+/// Adds `row`, less `offset` if there is one, to `sums`; returns its squared norm, summed
+/// exactly as [`squares`] does: a node of one token has no spread. One pass, in blocks that vectorise.
 fn add_row<T: Element>(row: &[T], offset: Option<&[f32]>, sums: &mut [f32]) -> f32 {
     const BLOCK: usize = 16;
-    let mut squares = [0.0f32; BLOCK];
+    let (mut squares, mut rest) = ([0.0f32; BLOCK], 0.0);
     for (at, (row, sums)) in row.chunks(BLOCK).zip(sums.chunks_mut(BLOCK)).enumerate() {
         let offset = offset.map(|offset| &offset[at * BLOCK..][..row.len()]);
         if let (Ok(row), Ok(sums)) = (
@@ -200,9 +200,9 @@ fn add_row<T: Element>(row: &[T], offset: Option<&[f32]>, sums: &mut [f32]) -> f
             for (i, (x, sum)) in row.iter().zip(sums).enumerate() {
                 let x = x.to_f32() - offset.map_or(0.0, |offset| offset[i]);
                 *sum += x;
-                squares[i] += x * x;
+                rest += x * x;
             }
         }
     }
-    squares.iter().sum()
+    squares.iter().sum::<f32>() + rest
 }

@@ -16,6 +16,7 @@ use crate::threads::Workers;
 use crate::tree::Tree;
 use crate::tree::build::Tokens;
 use crate::tree::insert::Inserter;
+use std::cell::RefCell;
 use std::time::Instant;
 
 /// Tokens that the window holds beyond its option before each new one moves the oldest into the
@@ -67,6 +68,11 @@ pub struct Scratch {
     logits: Vec<f32>,
     exact_sum: Vec<f32>,
     errors: Vec<f32>,
+}
+
+thread_local! {
+    /// What insertions work with, whatever the number of heads.
+    static INSERTER: RefCell<Inserter> = RefCell::new(Inserter::new(0, 0));
 }
 
 #[derive(Debug)]
@@ -214,15 +220,17 @@ impl Head {
         let mut moved = count;
         match &mut self.tree {
             Some(tree) if count < tree.len => {
-                let mut inserter = Inserter::new(self.key_dim, self.value_dim);
-                for i in 0..count {
-                    if workers.check().is_err() {
-                        moved = i;
-                        break;
+                INSERTER.with_borrow_mut(|inserter| {
+                    inserter.fit(self.key_dim, self.value_dim);
+                    for i in 0..count {
+                        if workers.check().is_err() {
+                            moved = i;
+                            break;
+                        }
+                        let (key, value) = (self.window_keys.row(i), self.window_values.row(i));
+                        inserter.insert(tree, key, value, (first + i) as KeyId);
                     }
-                    let (key, value) = (self.window_keys.row(i), self.window_values.row(i));
-                    inserter.insert(tree, key, value, (first + i) as KeyId);
-                }
+                });
                 tree.refresh_crowds();
             }
             tree => {

@@ -2,7 +2,8 @@
 //!
 //! A page is a *block* of a large chunk: its K rows, then its V rows. Blocks are exactly as long as
 //! their page, so a full pool has no slack; a page that grows moves to a longer block and its old
-//! block is used again, merged with free neighbours. Shared pages are copied before they change.
+//! block is used again, by the next page of that length or merged with free neighbours. Shared pages
+//! are copied before they change.
 
 use crate::ids::{KeyId, PageId};
 use crate::rows::{Buffer, Dtype, Elements, Rows, make_room};
@@ -11,6 +12,9 @@ use std::ops::Range;
 
 /// Rows of a chunk made for growth; a bulk gets one chunk of its own size.
 const GROWTH_ROWS: usize = 64;
+/// Rows of the longest free block that is set aside, and blocks of one length that are.
+const ASIDE_ROWS: usize = 16;
+const ASIDE: usize = 8;
 
 #[derive(Debug, Clone, Copy)]
 struct Block {
@@ -32,9 +36,12 @@ struct Chunk {
     ids: Vec<KeyId>,
 }
 
-/// Blocks that no page uses; no two are neighbours.
+/// Blocks that no page uses. Those just freed are set aside for the next page of their length: pages
+/// that grow by single rows pass the same few lengths on. The others are merged with their neighbours.
 #[derive(Debug, Default)]
 struct FreeBlocks {
+    /// By their rows.
+    aside: [Vec<Block>; ASIDE_ROWS + 1],
     /// Chunk and first row -> rows.
     by_place: BTreeMap<(u32, u32), u32>,
     /// Rows, chunk, first row.
@@ -47,8 +54,28 @@ impl FreeBlocks {
         self.by_rows.remove(&(block.rows, block.chunk, block.start));
     }
 
+    fn put(&mut self, block: Block) {
+        match self.aside.get_mut(block.rows as usize) {
+            Some(aside) if aside.len() < ASIDE => aside.push(block),
+            _ => self.merge(block),
+        }
+    }
+
+    /// A block of `rows` rows: one set aside, or the start of the shortest one that is long enough.
+    fn take(&mut self, rows: u32) -> Option<Block> {
+        let aside = self.aside.get_mut(rows as usize).and_then(Vec::pop);
+        aside.or_else(|| self.cut(rows)).or_else(|| {
+            for rows in 0..self.aside.len() {
+                while let Some(block) = self.aside[rows].pop() {
+                    self.merge(block);
+                }
+            }
+            self.cut(rows)
+        })
+    }
+
     /// Adds a block, merged with its free neighbours.
-    fn put(&mut self, mut block: Block) {
+    fn merge(&mut self, mut block: Block) {
         let chunk = block.chunk;
         let at = |(start, rows): (u32, u32)| Block { chunk, start, rows };
         let before = self.by_place.range(..(chunk, block.start)).next_back();
@@ -67,8 +94,8 @@ impl FreeBlocks {
         self.by_rows.insert((block.rows, chunk, block.start));
     }
 
-    /// The first `rows` rows of the shortest block that has as many.
-    fn take(&mut self, rows: u32) -> Option<Block> {
+    /// The first `rows` rows of the shortest merged block that has as many.
+    fn cut(&mut self, rows: u32) -> Option<Block> {
         let &(found, chunk, start) = self.by_rows.range((rows, 0, 0)..).next()?;
         let block = Block {
             chunk,
@@ -77,7 +104,7 @@ impl FreeBlocks {
         };
         self.remove(block);
         if found > rows {
-            self.put(Block {
+            self.merge(Block {
                 start: start + rows,
                 rows: found - rows,
                 ..block
@@ -87,12 +114,18 @@ impl FreeBlocks {
     }
 
     fn rows(&self) -> usize {
-        self.by_place.values().map(|&rows| rows as usize).sum()
+        let aside = self.aside.iter().flatten().map(|block| block.rows);
+        aside
+            .chain(self.by_place.values().copied())
+            .map(|rows| rows as usize)
+            .sum()
     }
 
     /// Bytes of both trees: their entries, and as much again at most for what nodes leave empty.
     fn bytes(&self) -> usize {
-        2 * self.by_place.len() * (size_of::<[u32; 3]>() + size_of::<[u32; 3]>())
+        let aside: usize = self.aside.iter().map(Vec::capacity).sum();
+        aside * size_of::<Block>()
+            + 2 * self.by_place.len() * (size_of::<[u32; 3]>() + size_of::<[u32; 3]>())
     }
 }
 
@@ -280,7 +313,7 @@ impl PagePool {
     ) -> PageId {
         let old = self.len(id);
         let grown = self.allocate(old + 1);
-        (0..old).for_each(|i| self.copy_row((id, i), (grown, i)));
+        self.copy_rows((id, 0), (grown, 0), old);
         self.write(grown, old, key, value, key_id);
         self.release(id);
         grown
@@ -290,7 +323,7 @@ impl PagePool {
     pub fn subset(&mut self, id: PageId, keep: &[u32]) -> PageId {
         let page = self.allocate(keep.len());
         for (to, &from) in keep.iter().enumerate() {
-            self.copy_row((id, from as usize), (page, to));
+            self.copy_rows((id, from as usize), (page, to), 1);
         }
         page
     }
@@ -373,7 +406,8 @@ impl PagePool {
         }
     }
 
-    fn copy_row(&mut self, from: (PageId, usize), to: (PageId, usize)) {
+    /// Copies `count` rows from one page and row on to another.
+    fn copy_rows(&mut self, from: (PageId, usize), to: (PageId, usize), count: usize) {
         let dims = (self.key_dim, self.value_dim);
         let (source, target) = (
             self.pages[from.0.index()].block,
@@ -382,28 +416,29 @@ impl PagePool {
         let (from_keys, from_values) = offsets(source, dims);
         let (to_keys, to_values) = offsets(target, dims);
         let copies = [
-            (from_keys + from.1 * dims.0, to_keys + to.1 * dims.0, dims.0),
-            (
-                from_values + from.1 * dims.1,
-                to_values + to.1 * dims.1,
-                dims.1,
-            ),
-        ];
-        let id = self.chunks[source.chunk as usize].ids[source.start as usize + from.1];
+            (from_keys, to_keys, dims.0),
+            (from_values, to_values, dims.1),
+        ]
+        .map(|(at, start, dim)| {
+            let at = at + from.1 * dim;
+            (at..at + count * dim, start + to.1 * dim)
+        });
         let (a, b) = (source.chunk as usize, target.chunk as usize);
-        for (at, to, length) in copies {
-            if a == b {
-                self.chunks[a].data.copy_within(at..at + length, to);
-            } else {
-                let [source, target] = self
-                    .chunks
-                    .get_disjoint_mut([a, b])
-                    .expect("two different chunks");
-                let row = source.data.as_elements().slice(at..at + length);
-                target.data.write(to, row);
-            }
+        let ids = source.start as usize + from.1;
+        let (ids, to_ids) = (ids..ids + count, target.start as usize + to.1);
+        if a == b {
+            let chunk = &mut self.chunks[a];
+            (copies.into_iter()).for_each(|(range, to)| chunk.data.copy_within(range, to));
+            chunk.ids.copy_within(ids, to_ids);
+        } else {
+            let [source, target] = self
+                .chunks
+                .get_disjoint_mut([a, b])
+                .expect("two different chunks");
+            let rows = source.data.as_elements();
+            (copies.into_iter()).for_each(|(range, to)| target.data.write(to, rows.slice(range)));
+            target.ids[to_ids..][..count].copy_from_slice(&source.ids[ids]);
         }
-        self.chunks[b].ids[target.start as usize + to.1] = id;
     }
 
     fn take_block(&mut self, rows: usize) -> Block {
@@ -417,7 +452,7 @@ impl PagePool {
     }
 
     fn add_chunk(&mut self, rows: usize) {
-        self.free.put(Block {
+        self.free.merge(Block {
             chunk: self.chunks.len() as u32,
             start: 0,
             rows: rows as u32,
@@ -501,11 +536,70 @@ mod tests {
                     }
                 }
                 prop_assert_eq!(pool.check(), Ok(()));
+                pool.disjoint();
             }
             for (id, rows) in &model {
                 prop_assert_eq!(&contents(&pool, *id), rows);
             }
         }
+    }
+
+    impl PagePool {
+        /// Every row of every chunk is in exactly one page or free block.
+        fn disjoint(&self) {
+            let mut seen: Vec<Vec<bool>> = self
+                .chunks
+                .iter()
+                .map(|c| vec![false; c.ids.len()])
+                .collect();
+            let held = self
+                .pages
+                .iter()
+                .filter(|p| p.references > 0)
+                .map(|p| p.block);
+            let merged = self.free.by_place.iter();
+            let merged = merged.map(|(&(chunk, start), &rows)| Block { chunk, start, rows });
+            let aside = self.free.aside.iter().flatten().copied();
+            for block in held.chain(merged).chain(aside) {
+                for seen in
+                    &mut seen[block.chunk as usize][block.start as usize..][..block.rows as usize]
+                {
+                    assert!(!std::mem::replace(seen, true));
+                }
+            }
+            assert!(seen.iter().flatten().all(|&seen| seen));
+        }
+    }
+
+    /// Pages that grow row by row and go again use the room of those before them.
+    #[test]
+    fn growing_again_and_again_does_not_hoard_rows() {
+        let mut random = Random::new(1, 0);
+        let mut pool = PagePool::new(Dtype::F32, 2, 1);
+        let row = |x: &'static [f32]| Elements::F32(x);
+        let mut pages: Vec<PageId> = Vec::new();
+        for step in 0..40_000 {
+            if pages.len() < 200 {
+                let id = pool.allocate(1);
+                pool.write(id, 0, row(&[1.0, 2.0]), row(&[3.0]), step);
+                pages.push(id);
+            }
+            let at = random.below(pages.len());
+            let id = pool.push(pages[at], row(&[1.0, 2.0]), row(&[3.0]), step);
+            pages[at] = id;
+            if pool.len(id) > 12 {
+                let half: Vec<u32> = (0..6).collect();
+                pages[at] = pool.subset(id, &half);
+                pool.release(id);
+            }
+        }
+        pool.disjoint();
+        let all: usize = pool.chunks.iter().map(|c| c.ids.len()).sum();
+        assert!(
+            5 * all <= 7 * pool.rows_held(),
+            "{all} for {}",
+            pool.rows_held()
+        );
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Element types are decided at run time, once per block of rows, so that nothing above this file
 //! is generic over them.
 
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// Element type of stored rows.
@@ -47,6 +48,11 @@ pub trait Element: Copy + Send + Sync + 'static {
     fn to_f32(self) -> f32;
     /// Nearest representable value; finite values beyond the range become the largest ones.
     fn from_f32(value: f32) -> Self;
+    /// [`Element::from_f32`] of a row as long as `out`.
+    #[inline(always)]
+    fn round(row: &[f32], out: &mut [Self]) {
+        (out.iter_mut().zip(row)).for_each(|(o, &value)| *o = Self::from_f32(value));
+    }
 }
 
 impl Element for f32 {
@@ -72,6 +78,16 @@ impl Element for f16 {
     #[inline(always)]
     fn from_f32(value: f32) -> Self {
         f16::from_f32(value.clamp(f16::MIN.to_f32_const(), f16::MAX.to_f32_const()))
+    }
+    /// Many at a time: the CPU is asked once per block, not once per element, what it can.
+    fn round(row: &[f32], out: &mut [Self]) {
+        let (least, most) = (f16::MIN.to_f32_const(), f16::MAX.to_f32_const());
+        let mut block = [0.0f32; 64];
+        for (row, out) in row.chunks(block.len()).zip(out.chunks_mut(block.len())) {
+            let block = &mut block[..row.len()];
+            (block.iter_mut().zip(row)).for_each(|(b, x)| *b = x.clamp(least, most));
+            out.convert_from_f32_slice(block);
+        }
     }
 }
 
@@ -328,12 +344,14 @@ fn element_size<T>(_: &[T]) -> usize {
     size_of::<T>()
 }
 
-/// A growing sequence of rows of one element type.
+/// A sequence of rows of one element type that grows at its end and shrinks at both.
 #[derive(Debug, Clone)]
 pub struct RowStore {
     dtype: Dtype,
     dim: usize,
     len: usize,
+    /// Rows dropped from the front that still lie before the others.
+    dropped: usize,
     data: Buffer,
 }
 
@@ -347,6 +365,7 @@ impl RowStore {
             dtype,
             dim,
             len: 0,
+            dropped: 0,
             data: Buffer::with_capacity(dtype, rows * dim),
         }
     }
@@ -371,8 +390,14 @@ impl RowStore {
         Rows {
             dim: self.dim,
             len: self.len,
-            elements: self.data.as_elements(),
+            elements: self.elements(),
         }
+    }
+
+    fn elements(&self) -> Elements<'_> {
+        let first = self.dropped * self.dim;
+        let elements = self.data.as_elements();
+        elements.slice(first..first + self.len * self.dim)
     }
 
     pub fn row(&self, i: usize) -> Elements<'_> {
@@ -384,7 +409,7 @@ impl RowStore {
             dim: self.dim,
             len: self.len,
             stride: self.dim,
-            elements: self.data.as_elements(),
+            elements: self.elements(),
         }
     }
 
@@ -419,36 +444,40 @@ impl RowStore {
 
     /// Overwrites a row, rounded from f32.
     pub fn set_f32(&mut self, i: usize, row: &[f32]) {
-        let range = i * self.dim..(i + 1) * self.dim;
-        typed!(Buffer, &mut self.data, x => {
-            x[range].iter_mut().zip(row).for_each(|(o, &v)| *o = Element::from_f32(v));
-        });
+        let first = (self.dropped + i) * self.dim;
+        typed!(Buffer, &mut self.data, x => Element::round(row, &mut x[first..][..row.len()]));
     }
 
     pub fn swap_remove(&mut self, i: usize) {
         let (dim, last) = (self.dim, self.len - 1);
-        self.data.copy_within(last * dim..(last + 1) * dim, i * dim);
+        let at = |i| (self.dropped + i) * dim;
+        self.data.copy_within(at(last)..at(last + 1), at(i));
         self.truncate(last);
     }
 
     pub fn truncate(&mut self, rows: usize) {
         self.len = self.len.min(rows);
-        let elements = self.len * self.dim;
+        let elements = (self.dropped + self.len) * self.dim;
         typed!(Buffer, &mut self.data, x => x.truncate(elements));
     }
 
-    /// Removes the first rows and gives back memory that is more than twice what is left.
+    /// Removes the first rows and gives back memory that is more than twice what is left. The others
+    /// move up only when a quarter as many are gone: a window that slides does not move every time.
     pub fn drop_front(&mut self, rows: usize) {
         self.len -= rows;
-        let (gone, keep) = (rows * self.dim, self.len * self.dim);
+        self.dropped += rows;
+        let (gone, keep) = (self.dropped * self.dim, self.len * self.dim);
         typed!(Buffer, &mut self.data, x => {
             if x.capacity() > 2 * keep {
                 // Not shrunk in place: the rest would pin a hole that the next bulk does not fit.
                 *x = x[gone..].to_vec();
-            } else {
+            } else if 4 * gone > keep {
                 x.drain(..gone);
+            } else {
+                return;
             }
         });
+        self.dropped = 0;
     }
 
     /// Bytes held, unused capacity included.
@@ -460,6 +489,7 @@ impl RowStore {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use proptest::prelude::*;
 
     #[test]
     fn f16_conversion_is_exact_for_every_finite_number() {
@@ -481,6 +511,63 @@ mod tests {
     fn rounding_saturates_instead_of_overflowing() {
         assert_eq!(<f16 as Element>::from_f32(1e9), f16::MAX);
         assert_eq!(<f16 as Element>::from_f32(-1e9), f16::MIN);
+    }
+
+    proptest! {
+        /// Rows come and go at both ends as in a plain deque; a fall of length gives memory back.
+        #[test]
+        fn a_store_behaves_like_a_deque(
+            edits in prop::collection::vec((0usize..5, any::<prop::sample::Index>()), 1..300),
+        ) {
+            let mut store = RowStore::new(Dtype::F32, 2);
+            let mut model: std::collections::VecDeque<f32> = Default::default();
+            for (step, (edit, pick)) in edits.into_iter().enumerate() {
+                let some = pick.index(model.len() + 1);
+                match edit {
+                    0 => {
+                        store.drop_front(some.min(3));
+                        model.drain(..some.min(3));
+                        // Dropped rows are at most a quarter of those left.
+                        prop_assert!(4 * store.dropped <= store.len());
+                        prop_assert!(store.bytes() <= 2 * store.len() * 8);
+                    }
+                    1 => {
+                        store.truncate(some);
+                        model.truncate(some);
+                    }
+                    2 if some < model.len() => {
+                        store.swap_remove(some);
+                        model.swap_remove_back(some);
+                    }
+                    3 if some < model.len() => {
+                        store.set_f32(some, &[-(step as f32), 0.0]);
+                        model[some] = -(step as f32);
+                    }
+                    _ => {
+                        store.push_f32(&[step as f32, 1.0]);
+                        model.push_back(step as f32);
+                    }
+                }
+                prop_assert_eq!(store.len(), model.len());
+                for (i, &want) in model.iter().enumerate() {
+                    let mut row = [0.0; 2];
+                    to_f32(store.row(i), &mut row);
+                    prop_assert_eq!(row[0], want);
+                    to_f32(store.strided().row(i), &mut row);
+                    prop_assert_eq!(row[0], want);
+                }
+            }
+        }
+
+        /// Whole rows round as their elements do.
+        #[test]
+        fn rows_round_like_elements(row in prop::collection::vec(-1e6f32..1e6, 0..200), small in any::<bool>()) {
+            let row: Vec<f32> = row.iter().map(|x| if small { x * 1e-12 } else { *x }).collect();
+            let mut out = vec![f16::ZERO; row.len()];
+            Element::round(&row, &mut out);
+            let one = |&x: &f32| <f16 as Element>::from_f32(x);
+            prop_assert!(row.iter().map(one).eq(out));
+        }
     }
 
     #[test]

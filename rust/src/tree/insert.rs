@@ -12,8 +12,13 @@ use crate::rows::{Elements, make_room, to_f32};
 #[derive(Debug)]
 pub struct Inserter {
     frontier: Frontier,
+    /// Centred key of the token, [key_dim].
     point: Vec<f32>,
+    /// Its value, [value_dim].
+    value: Vec<f32>,
     sums: Sums,
+    mean: Vec<f32>,
+    pub cloud: Cloud,
     /// Ancestors of the token just inserted, from its leaf up.
     path: Vec<NodeId>,
 }
@@ -29,14 +34,25 @@ impl Inserter {
         Self {
             frontier: Frontier::default(),
             point: vec![0.0; key_dim],
+            value: vec![0.0; value_dim],
             sums: Sums::new(key_dim, value_dim),
+            mean: Vec::new(),
+            cloud: Cloud::default(),
             path: Vec::new(),
+        }
+    }
+
+    /// Makes it one for these dimensions.
+    pub fn fit(&mut self, key_dim: usize, value_dim: usize) {
+        if (self.point.len(), self.value.len()) != (key_dim, value_dim) {
+            *self = Self::new(key_dim, value_dim);
         }
     }
 
     /// Adds one token. Its id must not be in the tree. After the last, [`Tree::refresh_crowds`].
     pub fn insert(&mut self, tree: &mut Tree, key: Elements<'_>, value: Elements<'_>, id: KeyId) {
         let squared = tree.transform.centre(key, &mut self.point);
+        to_f32(value, &mut self.value);
         let lift = tree.transform.lift(squared);
         let crowds = tree.crowds.as_deref();
         let mut nearest = Nearest::new(&self.point, lift, LINK_FIELD_OF_VIEW, crowds);
@@ -44,14 +60,18 @@ impl Inserter {
 
         let page = &mut tree.levels[0].pages[leaf];
         *page = tree.pages.push(*page, key, value, id);
-        self.path.clear();
-        let mut node = leaf;
-        for depth in 0..tree.levels.len() {
-            self.path.push(node as NodeId);
-            self.recompute(tree, depth, node);
-            node = tree.levels[depth].scalars[node].parent as usize;
-        }
         tree.len += 1;
+        self.path.clear();
+        self.path.push(leaf as NodeId);
+        self.recompute(tree, 0, leaf);
+        for depth in 1..tree.levels.len() {
+            let node = tree.levels[depth - 1].scalars[self.path[depth - 1] as usize].parent;
+            self.path.push(node);
+            let (key, value, level) = (&self.point, &self.value, &mut tree.levels[depth]);
+            if !level.grow(node as usize, key, lift, value, &mut self.mean) {
+                self.recompute(tree, depth, node as usize);
+            }
+        }
         self.split_if_full(tree, 0, leaf);
         self.path.push(NO_PARENT);
         for depth in 1..self.path.len() {
@@ -147,9 +167,8 @@ impl Inserter {
             let page = tree.levels[0].pages[node];
             self.sums.add_page(&tree.transform, &tree.pages, page);
         } else {
-            for &child in &tree.levels[depth].children[node] {
-                self.sums.add_node(&tree.levels[depth - 1], child as usize);
-            }
+            let children = &tree.levels[depth].children[node];
+            self.sums.add_nodes(&tree.levels[depth - 1], children);
         }
         self.sums.write_to(&mut tree.levels[depth], node);
     }

@@ -1,19 +1,19 @@
 //! Upkeep of what grew: a node deals its grandchildren out among its children anew.
 //!
 //! A token that comes alone goes to the nearest leaf and never moves again, and a full node splits
-//! in two without a look at its siblings. Once an eighth to a sixteenth of a node's tokens is new,
+//! in two without a look at its siblings. Once a quarter to a half of a node's tokens is new,
 //! it regroups what lies two levels below it: a few rounds of k-means over one family. So a tree
 //! that grew stays about as good as one that was built, and no insertion pays for more than one
 //! family of each level.
 
 use super::Tree;
-use super::cluster::{self, Cloud};
+use super::cluster;
 use super::insert::{Inserter, Members};
 use crate::ids::{NO_PARENT, NodeId};
 use crate::rows::RowStore;
 
 /// Regroupings while the tokens of a node double.
-const REGROUPINGS: usize = 8;
+const REGROUPINGS: usize = 4;
 
 /// Groups for so many members: more than their target size says, as a build has, whose full pages
 /// split.
@@ -58,7 +58,9 @@ impl Inserter {
     pub fn regroup(&mut self, tree: &mut Tree, depth: usize, node: NodeId) {
         let below = depth - 1;
         let children = tree.children(depth, node);
-        let mut cloud = Cloud::default();
+        let mut cloud = std::mem::take(&mut self.cloud);
+        cloud.points.clear();
+        cloud.weights.clear();
         let mut before = Vec::with_capacity(children.len());
         for &child in &children {
             let first = cloud.weights.len() as u32;
@@ -68,6 +70,7 @@ impl Inserter {
         let (size, capacity) = Tree::family(&tree.options, below);
         let mut groups = before.clone();
         cloud.regroup(&mut groups, target(cloud.weights.len(), size), capacity);
+        self.cloud = cloud;
 
         let members = self.regrouped(tree, below, &children, &before, &groups);
         let first_new = tree.levels[below].len() as NodeId;
@@ -130,10 +133,11 @@ impl Inserter {
         }
         // The rows leave their pages before they go into new ones: the pool need not grow.
         let pool = &mut tree.pages;
-        let mut keys = RowStore::new(pool.dtype(), pool.key_dim());
-        let mut values = RowStore::new(pool.dtype(), pool.value_dim());
-        let mut ids = Vec::new();
-        let mut stored = vec![0; groups.iter().map(Vec::len).sum()];
+        let all = groups.iter().map(Vec::len).sum();
+        let mut keys = RowStore::with_capacity(pool.dtype(), pool.key_dim(), all);
+        let mut values = RowStore::with_capacity(pool.dtype(), pool.value_dim(), all);
+        let mut ids = Vec::with_capacity(all);
+        let mut stored = vec![0; all];
         for place in places.filter(|&place| place < children.len()) {
             let page = tree.levels[0].pages[children[place] as usize];
             for (row, &member) in before[place].iter().enumerate() {

@@ -35,8 +35,8 @@ const LEAST_CANDIDATES: usize = 256;
 /// smaller share and scores more candidates, so that the rows it reads grow about as the square
 /// root of the length while the error hardly does (docs/findings.md).
 const BASE_LENGTH: usize = 8192;
-const OPEN_POWER: f32 = -0.7;
-const CANDIDATES_POWER: f32 = 0.4;
+const OPEN_POWER: f32 = -0.8;
+const CANDIDATES_POWER: f32 = 0.45;
 
 /// Shape of a tree.
 #[derive(Debug, Clone, PartialEq)]

@@ -397,14 +397,15 @@ impl Selection {
                 let weights = &part.weights[q * count..][..count];
                 simd::shift(&mut self.priorities, part.max[q] / sum, weights, 0.0);
             }
-            let shares = self.priorities.iter().enumerate();
+            // Without a branch that nothing predicts.
+            let mut kept = 0;
             self.places.clear();
-            self.places.extend(
-                shares
-                    .filter(|share| *share.1 > least)
-                    .map(|share| share.0 as u32),
-            );
-            let kept = self.places.len();
+            self.places.resize(count, 0);
+            for (i, &share) in self.priorities.iter().enumerate() {
+                self.places[kept] = i as u32;
+                kept += usize::from(share > least);
+            }
+            self.places.truncate(kept);
             for q in 0..g {
                 let weights = &part.weights[q * count..][..count];
                 let (factor, all) = (part.max[q], simd::sum(weights));
@@ -443,6 +444,9 @@ const FAINT: f32 = 0.05;
 /// deviation takes keys to spread alike in all directions, which they do not: hence more than one.
 const SPREAD_WEIGHT: f32 = 2.0;
 
+/// Nodes between asking for the numbers of one and using them.
+const NODES_AHEAD: usize = 64;
+
 /// Bound of that raise, as a logit: its exponential stays finite.
 const MOST_RAISE: f32 = 40.0;
 
@@ -469,11 +473,16 @@ impl Priority for GroupMass<'_> {
             &mut s.level_weights,
             n,
         );
-        let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
         s.log_counts.clear();
-        s.log_counts.extend(scalars.clone().map(|x| x.log_count));
         s.radii.clear();
-        s.radii.extend(scalars.map(|x| x.key_radius));
+        for (i, &node) in nodes.iter().enumerate() {
+            if let Some(&later) = nodes.get(i + NODES_AHEAD) {
+                simd::prefetch(&level.scalars[later as usize..][..1]);
+            }
+            let scalars = &level.scalars[node as usize];
+            s.log_counts.push(scalars.log_count);
+            s.radii.push(scalars.key_radius);
+        }
         out.clear();
         out.resize(n, 0.0);
         for q in 0..s.max.len() {

@@ -1,6 +1,7 @@
 //! AVX-512: dot products and weighted sums by hand, the other kernels as compiled from the shared
 //! code.
 
+use super::prefetch;
 use super::scalar::{exp_body, shift_body};
 use crate::rows::{Elements, Rows, typed};
 use half::{bf16, f16};
@@ -12,9 +13,8 @@ const LANES: usize = 16;
 /// Queries that share one pass over the rows.
 const GROUP: usize = 4;
 /// Tiles, or rows of a weighted sum, between asking for memory and using it.
-const AHEAD: usize = 2;
-const ROWS_AHEAD: usize = 6;
-const CACHE_LINE: usize = 64;
+const AHEAD: usize = 4;
+const ROWS_AHEAD: usize = 16;
 
 #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c")]
 pub fn dots(
@@ -86,9 +86,14 @@ fn tiles<const G: usize, const R: usize, T: Load>(
             d += LANES;
         }
         let totals = reduce(sums);
-        let many = R.min(count - first);
+        let left = count - first;
         for g in 0..G {
-            out[g * stride + first..][..many].copy_from_slice(&totals[g * R..][..many]);
+            let (to, totals) = (&mut out[g * stride + first..], &totals[g * R..][..R]);
+            match left < R {
+                true => to[..left].copy_from_slice(&totals[..left]),
+                // Of a length that is known: no call.
+                false => to[..R].copy_from_slice(totals),
+            }
         }
     }
 }
@@ -214,15 +219,6 @@ fn columns<const G: usize, const B: usize, T: Load>(
 #[inline(always)]
 fn row_of<'a, T>(data: &'a [T], dim: usize, index: Option<&[u32]>, i: usize) -> &'a [T] {
     &data[index.map_or(i, |index| index[i] as usize) * dim..][..dim]
-}
-
-/// Asks for the cache lines of a row.
-#[inline(always)]
-fn prefetch<T>(row: &[T]) {
-    for line in (0..size_of_val(row)).step_by(CACHE_LINE) {
-        // SAFETY: a prefetch reads nothing, and the address lies in the row.
-        unsafe { _mm_prefetch::<_MM_HINT_T0>(row.as_ptr().cast::<i8>().add(line)) };
-    }
 }
 
 /// Elements that load as 16 floats.

@@ -137,6 +137,18 @@ pub fn shift(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
     unsafe { (chosen().shift)(x, scale, y, offset) }
 }
 
+/// Asks for the cache lines of elements that are soon read, as far as the second level: the first
+/// has too few slots for what is on its way.
+#[inline(always)]
+pub fn prefetch<T>(elements: &[T]) {
+    #[cfg(target_arch = "x86_64")]
+    for line in (0..size_of_val(elements)).step_by(64) {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        // SAFETY: a prefetch reads nothing, and the address lies in the slice.
+        unsafe { _mm_prefetch::<_MM_HINT_T1>(elements.as_ptr().cast::<i8>().add(line)) };
+    }
+}
+
 /// Lanes of a sum or maximum, enough for the widest registers. Plain code is as fast as memory.
 const LANES: usize = 16;
 

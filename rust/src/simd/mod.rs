@@ -1,5 +1,5 @@
 //! Dot products, weighted sums and exponentials over rows. One file per instruction set, chosen
-//! once at run time; `ICECACHE_SIMD=scalar|avx2|avx512` overrides the choice.
+//! once at run time; `ICECACHE_SIMD=scalar|avx2|avx512|neon` overrides the choice.
 //!
 //! Rows are read by `index`, or all in order where it is `None`. Outputs of several queries lie
 //! `stride` apart: query `g`, row `i` is at `g * stride + i`.
@@ -8,6 +8,8 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
 mod scalar;
 
 use crate::error::{Error, Result};
@@ -65,6 +67,16 @@ fn supported() -> Vec<Kernels> {
                 shift: avx2::shift,
             });
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if std::arch::is_aarch64_feature_detected!("neon") {
+        list.push(Kernels {
+            name: "neon",
+            dots: neon::dots,
+            weighted_sum: neon::weighted_sum,
+            exp: neon::exp,
+            shift: neon::shift,
+        });
     }
     list.push(SCALAR);
     list

@@ -90,7 +90,7 @@ sanitize: $(VENV)/dev.stamp
 	    cargo +nightly miri test --lib -- --skip index::
 
 # Needs `rustup target add aarch64-unknown-linux-gnu`, and Debian's gcc-aarch64-linux-gnu and
-# qemu-user.
+# qemu-user. ARGS goes on to cargo.
 neon:
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
 	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \

@@ -10,11 +10,14 @@ mod avx2;
 mod avx512;
 #[cfg(target_arch = "aarch64")]
 mod neon;
+mod prefetch;
 mod scalar;
 
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 use std::sync::OnceLock;
+
+pub use prefetch::prefetch;
 
 type Dots = unsafe fn(&[f32], Rows<'_>, Option<&[u32]>, &mut [f32], usize);
 type WeightedSum = unsafe fn(&[f32], usize, Rows<'_>, Option<&[u32]>, &mut [f32]);
@@ -147,28 +150,6 @@ pub fn exp(x: &mut [f32], max: f32) -> f32 {
 pub fn shift(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
     // SAFETY: as in `dots`.
     unsafe { (chosen().shift)(x, scale, y, offset) }
-}
-
-/// Asks for the cache lines of elements that are soon read, as far as the second level: the first
-/// has too few slots for what is on its way.
-#[inline(always)]
-pub fn prefetch<T>(elements: &[T]) {
-    for line in (0..size_of_val(elements)).step_by(64) {
-        let address = elements.as_ptr().wrapping_byte_add(line);
-        // SAFETY: a prefetch reads nothing, and the address lies in the slice.
-        #[cfg(target_arch = "x86_64")]
-        unsafe {
-            use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-            _mm_prefetch::<_MM_HINT_T1>(address.cast());
-        }
-        // SAFETY: as above.
-        #[cfg(target_arch = "aarch64")]
-        unsafe {
-            std::arch::asm!("prfm pldl2keep, [{}]", in(reg) address, options(readonly, nostack, preserves_flags));
-        }
-        #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
-        let _ = address;
-    }
 }
 
 /// Lanes of a sum or maximum, enough for the widest registers. Plain code is as fast as memory.

@@ -8,6 +8,7 @@
 #   make wheel    dist/: the sdist, and the wheel built from it, tried where NumPy is all there is
 #   make soak     random sequences of operations for MINUTES=10
 #   make sanitize the Rust tests and the tests of arrays under AddressSanitizer and Miri
+#   make neon     the Rust tests for AArch64, under qemu
 #   make clean    remove .venv and every build product
 #
 # PYTHON=python3.12 chooses the interpreter; ARGS="--json" goes on to the demo or to pytest.
@@ -30,7 +31,7 @@ MINUTES ?= 10
 
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
-.PHONY: demo test check fmt wheel soak sanitize clean tools
+.PHONY: demo test check fmt wheel soak sanitize neon clean tools
 
 demo: $(VENV)/demo.stamp
 	$(BIN)/icecache demo $(ARGS)
@@ -87,6 +88,13 @@ sanitize: $(VENV)/dev.stamp
 	PROPTEST_CASES=2 MIRIFLAGS="-Zmiri-disable-isolation -Zmiri-ignore-leaks \
 	    -Zmiri-tree-borrows -Zmiri-permissive-provenance" \
 	    cargo +nightly miri test --lib -- --skip index::
+
+# Needs `rustup target add aarch64-unknown-linux-gnu`, and Debian's gcc-aarch64-linux-gnu and
+# qemu-user. ARGS goes on to cargo.
+neon:
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_LINKER=aarch64-linux-gnu-gcc \
+	CARGO_TARGET_AARCH64_UNKNOWN_LINUX_GNU_RUNNER="qemu-aarch64 -L /usr/aarch64-linux-gnu" \
+	    cargo test --release --target aarch64-unknown-linux-gnu $(ARGS)
 
 clean:
 	rm -rf $(VENV) target dist python/icecache/_icecache*.so

@@ -18,7 +18,7 @@ CONTENTS = ("rust/src/lib.rs", "rust/src/python/mod.rs", "/__init__.py")
 RUST = """
     rows error ids config
     threads guard random
-    simd/scalar simd/avx2 simd/avx512 simd/neon simd/mod
+    simd/prefetch simd/scalar simd/avx2 simd/avx512 simd/neon simd/mod
     transform
     order
     pages

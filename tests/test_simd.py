@@ -61,12 +61,18 @@ def test_plain_code_can_be_chosen(scalar: dict) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "features"),
-    [("avx2", {"avx2", "fma", "f16c"}), ("avx512", {"avx512bw", "avx512vl", "avx512dq"})],
+    ("name", "machine", "features"),
+    [
+        ("avx2", "x86_64", {"avx2", "fma", "f16c"}),
+        ("avx512", "x86_64", {"avx512bw", "avx512vl", "avx512dq"}),
+        ("neon", "aarch64", {"asimd"}),
+    ],
 )
-def test_instruction_sets_agree_with_plain_code(name: str, features: set, scalar: dict) -> None:
-    if sys.platform != "linux" or platform.machine() != "x86_64":
-        pytest.skip("reads the features of an x86-64 from /proc")
+def test_instruction_sets_agree_with_plain_code(
+    name: str, machine: str, features: set, scalar: dict
+) -> None:
+    if sys.platform != "linux" or platform.machine() != machine:
+        pytest.skip(f"reads the features of an {machine} from /proc")
     if missing := features - set(re.findall(r"\w+", Path("/proc/cpuinfo").read_text())):
         pytest.skip(f"the CPU has no {', '.join(sorted(missing))}")
     answers = values(name)

@@ -1,7 +1,7 @@
 //! AVX-512: dot products and weighted sums by hand, the other kernels as compiled from the shared
 //! code.
 
-use super::prefetch;
+use super::prefetch::prefetch;
 use super::scalar::{exp_body, shift_body};
 use crate::rows::{Elements, Rows, typed};
 use half::{bf16, f16};

@@ -1,5 +1,5 @@
 //! Dot products, weighted sums and exponentials over rows. One file per instruction set, chosen
-//! once at run time; `ICECACHE_SIMD=scalar|avx2|avx512` overrides the choice.
+//! once at run time; `ICECACHE_SIMD=scalar|avx2|avx512|neon` overrides the choice.
 //!
 //! Rows are read by `index`, or all in order where it is `None`. Outputs of several queries lie
 //! `stride` apart: query `g`, row `i` is at `g * stride + i`.
@@ -8,11 +8,16 @@
 mod avx2;
 #[cfg(target_arch = "x86_64")]
 mod avx512;
+#[cfg(target_arch = "aarch64")]
+mod neon;
+mod prefetch;
 mod scalar;
 
 use crate::error::{Error, Result};
 use crate::rows::Rows;
 use std::sync::OnceLock;
+
+pub use prefetch::prefetch;
 
 type Dots = unsafe fn(&[f32], Rows<'_>, Option<&[u32]>, &mut [f32], usize);
 type WeightedSum = unsafe fn(&[f32], usize, Rows<'_>, Option<&[u32]>, &mut [f32]);
@@ -65,6 +70,16 @@ fn supported() -> Vec<Kernels> {
                 shift: avx2::shift,
             });
         }
+    }
+    #[cfg(target_arch = "aarch64")]
+    if std::arch::is_aarch64_feature_detected!("neon") {
+        list.push(Kernels {
+            name: "neon",
+            dots: neon::dots,
+            weighted_sum: neon::weighted_sum,
+            exp: neon::exp,
+            shift: neon::shift,
+        });
     }
     list.push(SCALAR);
     list
@@ -137,18 +152,6 @@ pub fn shift(x: &mut [f32], scale: f32, y: &[f32], offset: f32) -> f32 {
     unsafe { (chosen().shift)(x, scale, y, offset) }
 }
 
-/// Asks for the cache lines of elements that are soon read, as far as the second level: the first
-/// has too few slots for what is on its way.
-#[inline(always)]
-pub fn prefetch<T>(elements: &[T]) {
-    #[cfg(target_arch = "x86_64")]
-    for line in (0..size_of_val(elements)).step_by(64) {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        // SAFETY: a prefetch reads nothing, and the address lies in the slice.
-        unsafe { _mm_prefetch::<_MM_HINT_T1>(elements.as_ptr().cast::<i8>().add(line)) };
-    }
-}
-
 /// Lanes of a sum or maximum, enough for the widest registers. Plain code is as fast as memory.
 const LANES: usize = 16;
 
@@ -195,30 +198,45 @@ mod tests {
     proptest! {
         #[test]
         fn every_set_agrees_with_plain_sums(
-            seed in any::<u64>(), dim in 0usize..150, g in 1usize..9, n in 0usize..40,
+            seed in any::<u64>(), dim in 0usize..300, g in 1usize..10, n in 0usize..40,
             gather in any::<bool>(), dtype in prop::sample::select(vec![Dtype::F32, Dtype::F16, Dtype::Bf16]),
+            gap in 0usize..4, spare in 0usize..2,
         ) {
             let mut random = Random::new(seed, 1);
             let mut store = RowStore::new(dtype, dim);
             for _ in 0..n { store.push_f32(&numbers(&mut random, dim)); }
-            let queries = numbers(&mut random, g * dim);
-            let index: Option<Vec<u32>> =
-                gather.then(|| (0..n / 2).map(|_| random.below(n) as u32).collect());
+            // What lies beyond the rows, queries and weights is NaN, or not allocated.
+            for _ in 0..spare { store.push_f32(&vec![f32::NAN; dim]); }
+            store.shrink_to_fit();
+            let rows = store.rows().slice(0..n);
+            let poisoned = |random: &mut Random, len: usize| {
+                let mut x = numbers(random, len);
+                x.resize(len + spare * 64, f32::NAN);
+                x.shrink_to_fit();
+                x
+            };
+            let queries = poisoned(&mut random, g * dim);
+            let queries = &queries[..g * dim];
+            let index: Option<Vec<u32>> = gather
+                .then(|| (0..random.below(2 * n + 1)).map(|_| random.below(n) as u32).collect());
             let count = index.as_ref().map_or(n, Vec::len);
-            let stride = count + 3;
-            let weights = numbers(&mut random, g * stride);
+            let stride = count + gap;
+            let weights = poisoned(&mut random, g * stride);
+            let weights = &weights[..g * stride];
             let plain: Vec<Vec<f32>> = (0..count).map(|i| {
                 let mut row = vec![0.0; dim];
                 to_f32(store.row(index.as_ref().map_or(i, |x| x[i] as usize)), &mut row);
                 row
             }).collect();
             for kernels in supported() {
-                let mut out = vec![7.0; g * stride];
+                let mut out = vec![7.0; g * stride + 64];
+                let room = g * stride;
                 // SAFETY: `supported` checked the CPU.
-                unsafe { (kernels.dots)(&queries, store.rows(), index.as_deref(), &mut out, stride) };
-                let mut sums = vec![1.0; g * dim];
+                unsafe { (kernels.dots)(queries, rows, index.as_deref(), &mut out[..room], stride) };
+                let mut sums = vec![1.0; g * dim + 64];
+                let room = g * dim;
                 // SAFETY: as above.
-                unsafe { (kernels.weighted_sum)(&weights, stride, store.rows(), index.as_deref(), &mut sums) };
+                unsafe { (kernels.weighted_sum)(weights, stride, rows, index.as_deref(), &mut sums[..room]) };
                 for q in 0..g {
                     for i in 0..count {
                         let want: f32 = (0..dim).map(|d| queries[q * dim + d] * plain[i][d]).sum();
@@ -230,6 +248,35 @@ mod tests {
                         prop_assert!((sums[q * dim + d] - want).abs() <= 1e-3, "{}", kernels.name);
                     }
                 }
+                prop_assert!(out[g * stride..].iter().all(|&x| x == 7.0), "{}", kernels.name);
+                prop_assert!(sums[g * dim..].iter().all(|&x| x == 1.0), "{}", kernels.name);
+            }
+        }
+
+        /// Rows, queries, weights and outputs that are not there: a panic, not an access.
+        #[test]
+        fn every_set_checks_its_bounds(dim in 1usize..80, g in 1usize..6, n in 1usize..20, half in any::<bool>()) {
+            use std::panic::{AssertUnwindSafe, catch_unwind};
+            let mut store = RowStore::new(if half { Dtype::F16 } else { Dtype::F32 }, dim);
+            for _ in 0..n { store.push_f32(&vec![1.0; dim]); }
+            let (rows, beyond) = (store.rows(), [0, n as u32]);
+            let (queries, weights) = (vec![1.0; g * dim], vec![1.0; g * n.max(2)]);
+            for kernels in supported() {
+                let panics = |what: &dyn Fn(&mut [f32])| {
+                    let mut out = vec![0.0; g * dim.max(n).max(2)];
+                    catch_unwind(AssertUnwindSafe(|| what(&mut out))).is_err()
+                };
+                // SAFETY: `supported` checked the CPU.
+                let dots = |q: &[f32], index, out: &mut [f32]| unsafe { (kernels.dots)(q, rows, index, out, n.max(2)) };
+                // SAFETY: as above.
+                let sum = |w: &[f32], index, out: &mut [f32]| unsafe { (kernels.weighted_sum)(w, n.max(2), rows, index, out) };
+                prop_assert!(panics(&|out| dots(&queries, Some(&beyond), out)));
+                prop_assert!(panics(&|out| dots(&queries, None, &mut out[..(g - 1) * n.max(2) + n - 1])));
+                prop_assert!(panics(&|out| dots(&queries[..dim - 1], None, out)) || dim == 1);
+                prop_assert!(panics(&|out| sum(&weights, Some(&beyond), &mut out[..g * dim])));
+                prop_assert!(panics(&|out| sum(&weights[..(g - 1) * n.max(2) + n - 1], None, &mut out[..g * dim])));
+                prop_assert!(!panics(&|out| dots(&queries, None, out)));
+                prop_assert!(!panics(&|out| sum(&weights, None, &mut out[..g * dim])));
             }
         }
 

@@ -20,7 +20,7 @@ use crate::transform::{Transform, fold_rows};
 
 /// Nodes opened at each level before the last pass: the next one corrects a link that is not the
 /// nearest, and trees came out as good as with more.
-const FIRST_FIELD_OF_VIEW: usize = 1;
+const FIRST_FIELD_OF_VIEW: usize = 4;
 /// Nodes whose means one work item takes.
 const NODES: usize = 256;
 

@@ -55,7 +55,7 @@ impl Inserter {
         to_f32(value, &mut self.value);
         let lift = tree.transform.lift(squared);
         let crowds = tree.crowds.as_deref();
-        let mut nearest = Nearest::new(&self.point, lift, 2, crowds);
+        let mut nearest = Nearest::new(&self.point, lift, 1, crowds);
         let leaf = nearest.find(&tree.levels, 0, &mut self.frontier) as usize;
 
         let page = &mut tree.levels[0].pages[leaf];

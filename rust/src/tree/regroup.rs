@@ -10,6 +10,7 @@ use super::Tree;
 use super::cluster;
 use super::insert::{Inserter, Members};
 use crate::ids::{NO_PARENT, NodeId};
+use crate::random::Random;
 use crate::rows::RowStore;
 use std::ops::Range;
 
@@ -34,7 +35,9 @@ impl Inserter {
             node => tree.levels[depth].scalars[node as usize].count as usize,
         };
         let period = (count.next_power_of_two() / (2 * REGROUPINGS)).max(1);
-        if count.is_multiple_of(period) {
+        // Heads whose counts are equal take turns.
+        let turn = Random::new(tree.options.seed, tree.stream).below(period);
+        if (count + turn).is_multiple_of(period) {
             self.regroup(tree, depth, node);
         }
     }

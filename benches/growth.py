@@ -5,7 +5,7 @@ long: the error and overhead of the grown cache beside those of one that was bui
 time (median, 99th percentile, largest) of attention alone, of an insertion and of a step of both.
 With one thread it is the thread's CPU time, which other processes disturb less.
 
-    python benches/growth.py [--tokens 8192] [--steps 2000] [--kv-heads 3] [--group 3] [--dim 64]
+    python benches/growth.py [--tokens 8192] [--seeds 3] [--steps 2000] [--kv-heads 3] [--group 3]
 """
 
 import argparse

@@ -8,6 +8,9 @@ use super::summary::Sums;
 use crate::ids::{KeyId, NO_PARENT, NodeId, PageId};
 use crate::rows::{Elements, make_room, to_f32};
 
+/// Nodes opened at each level: what goes astray is put right when its family regroups.
+const FIELD_OF_VIEW: usize = 1;
+
 /// What an insertion works with; reused from one to the next.
 #[derive(Debug)]
 pub struct Inserter {
@@ -55,25 +58,24 @@ impl Inserter {
         to_f32(value, &mut self.value);
         let lift = tree.transform.lift(squared);
         let crowds = tree.crowds.as_deref();
-        let mut nearest = Nearest::new(&self.point, lift, 1, crowds);
+        let mut nearest = Nearest::new(&self.point, lift, FIELD_OF_VIEW, crowds);
         let leaf = nearest.find(&tree.levels, 0, &mut self.frontier) as usize;
 
         let page = &mut tree.levels[0].pages[leaf];
         *page = tree.pages.push(*page, key, value, id);
         tree.len += 1;
         self.path.clear();
-        self.path.push(leaf as NodeId);
-        self.recompute(tree, 0, leaf);
-        for depth in 1..tree.levels.len() {
-            let node = tree.levels[depth - 1].scalars[self.path[depth - 1] as usize].parent;
+        let mut node = leaf as NodeId;
+        for depth in 0..tree.levels.len() {
             self.path.push(node);
             let (key, value, level) = (&self.point, &self.value, &mut tree.levels[depth]);
             if !level.grow(node as usize, key, lift, value, &mut self.mean) {
                 self.recompute(tree, depth, node as usize);
             }
+            node = tree.levels[depth].scalars[node as usize].parent;
         }
         self.split_if_full(tree, 0, leaf);
-        self.path.push(NO_PARENT);
+        self.path.push(node);
         for depth in 1..self.path.len() {
             self.regroup_if_due(tree, depth, self.path[depth]);
         }

@@ -1,8 +1,8 @@
 //! Upkeep of what grew: a node deals its grandchildren out among its children anew.
 //!
 //! A token that comes alone goes to the nearest leaf and never moves again, and a full node splits
-//! in two without a look at its siblings. Once a quarter to a half of a node's tokens is new,
-//! it regroups what lies two levels below it: a few rounds of k-means over one family. So a tree
+//! in two without a look at its siblings. Once a sixth to a third of a node's tokens is new, it
+//! regroups what lies two levels below it: a few rounds of k-means over one family. So a tree
 //! that grew stays about as good as one that was built, and no insertion pays for more than one
 //! family of each level.
 
@@ -15,7 +15,7 @@ use crate::rows::RowStore;
 use std::ops::Range;
 
 /// Regroupings while the tokens of a node double.
-const REGROUPINGS: usize = 4;
+const REGROUPINGS: usize = 3;
 
 /// Groups for so many members: more than their target size says, as a build has, whose full pages
 /// split.

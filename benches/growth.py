@@ -5,7 +5,7 @@ long: the error and overhead of the grown cache beside those of one that was bui
 time (median, 99th percentile, largest) of attention alone, of an insertion and of a step of both.
 With one thread it is the thread's CPU time, which other processes disturb less.
 
-    python benches/growth.py [--tokens 8192] [--steps 2000] [--kv-heads 3] [--group 3] [--dim 64]
+    python benches/growth.py [--tokens 8192] [--seeds 3] [--steps 2000] [--kv-heads 3] [--group 3]
 """
 
 import argparse
@@ -40,6 +40,7 @@ def error(layer, q):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--seeds", type=int, default=1, help="averaged; times are of the last")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--kv-heads", type=int, default=3)
     parser.add_argument("--group", type=int, default=3)
@@ -50,25 +51,28 @@ def main():
     config = IceConfig(dense_below=0, num_threads=args.threads)
 
     for name in ("topics", "drift", "ten times as long"):
-        random = np.random.default_rng(0)
-        n = FIRST + args.tokens
-        k, v = content(name, random, args.kv_heads, n + args.steps, args.dim)
-        q = random.standard_normal((q_heads, 64, args.dim), np.float32)
-        q *= 0.2 if name == "ten times as long" else 2.0
+        n, errors = FIRST + args.tokens, []
+        for seed in range(args.seeds):
+            random = np.random.default_rng(seed)
+            k, v = content(name, random, args.kv_heads, n + args.steps, args.dim)
+            q = random.standard_normal((q_heads, 64, args.dim), np.float32)
+            q *= 0.2 if name == "ten times as long" else 2.0
 
-        grown = LayerCache(q_heads, args.kv_heads, args.dim, config)
-        grown.prefill(k[:, :FIRST], v[:, :FIRST])
-        for i in range(FIRST, n):
-            grown.append(k[:, i : i + 1], v[:, i : i + 1])
-        grown.check()
-        built = LayerCache(q_heads, args.kv_heads, args.dim, config)
-        # As many tokens in the window as there are in that of the grown cache.
-        bulk = n - (grown.stats().window_tokens - config.window_tokens)
-        built.prefill(k[:, :bulk], v[:, :bulk])
-        built.append(k[:, bulk:n], v[:, bulk:n])
-        assert grown.stats().window_tokens == built.stats().window_tokens
-        ours, theirs = error(grown, q), error(built, q)
-        print(f"{name}: error {ours:.4f} grown, {theirs:.4f} built, ratio {ours / theirs:.2f}; ")
+            grown = LayerCache(q_heads, args.kv_heads, args.dim, config)
+            grown.prefill(k[:, :FIRST], v[:, :FIRST])
+            for i in range(FIRST, n):
+                grown.append(k[:, i : i + 1], v[:, i : i + 1])
+            grown.check()
+            built = LayerCache(q_heads, args.kv_heads, args.dim, config)
+            # As many tokens in the window as there are in that of the grown cache.
+            bulk = n - (grown.stats().window_tokens - config.window_tokens)
+            built.prefill(k[:, :bulk], v[:, :bulk])
+            built.append(k[:, bulk:n], v[:, bulk:n])
+            assert grown.stats().window_tokens == built.stats().window_tokens
+            errors.append([error(grown, q), error(built, q)])
+        ours, theirs = np.mean(errors, 0)
+        ratio = np.mean([ours / theirs for ours, theirs in errors])
+        print(f"{name}: error {ours:.4f} grown, {theirs:.4f} built, ratio {ratio:.2f}")
         for which, layer in (("grown", grown), ("built", built)):
             stats = layer.stats()
             fill, overhead = stats.mean_page_fill, stats.overhead

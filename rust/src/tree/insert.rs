@@ -1,12 +1,15 @@
 //! Growth: a token descends to its nearest leaf; full nodes split, up to a new root.
 
+use super::Tree;
 use super::cluster::Cloud;
 use super::node::Level;
 use super::search::{Frontier, Nearest};
 use super::summary::Sums;
-use super::{LINK_FIELD_OF_VIEW, Tree};
 use crate::ids::{KeyId, NO_PARENT, NodeId, PageId};
 use crate::rows::{Elements, make_room, to_f32};
+
+/// Nodes opened at each level: what goes astray is put right when its family regroups.
+const FIELD_OF_VIEW: usize = 1;
 
 /// What an insertion works with; reused from one to the next.
 #[derive(Debug)]
@@ -55,25 +58,24 @@ impl Inserter {
         to_f32(value, &mut self.value);
         let lift = tree.transform.lift(squared);
         let crowds = tree.crowds.as_deref();
-        let mut nearest = Nearest::new(&self.point, lift, LINK_FIELD_OF_VIEW, crowds);
+        let mut nearest = Nearest::new(&self.point, lift, FIELD_OF_VIEW, crowds);
         let leaf = nearest.find(&tree.levels, 0, &mut self.frontier) as usize;
 
         let page = &mut tree.levels[0].pages[leaf];
         *page = tree.pages.push(*page, key, value, id);
         tree.len += 1;
         self.path.clear();
-        self.path.push(leaf as NodeId);
-        self.recompute(tree, 0, leaf);
-        for depth in 1..tree.levels.len() {
-            let node = tree.levels[depth - 1].scalars[self.path[depth - 1] as usize].parent;
+        let mut node = leaf as NodeId;
+        for depth in 0..tree.levels.len() {
             self.path.push(node);
             let (key, value, level) = (&self.point, &self.value, &mut tree.levels[depth]);
             if !level.grow(node as usize, key, lift, value, &mut self.mean) {
                 self.recompute(tree, depth, node as usize);
             }
+            node = tree.levels[depth].scalars[node as usize].parent;
         }
         self.split_if_full(tree, 0, leaf);
-        self.path.push(NO_PARENT);
+        self.path.push(node);
         for depth in 1..self.path.len() {
             self.regroup_if_due(tree, depth, self.path[depth]);
         }
@@ -89,10 +91,10 @@ impl Inserter {
         if held <= Tree::family(&tree.options, depth).1 {
             return;
         }
-        let mut cloud = Cloud::default();
-        tree.add_members_to(&mut cloud, depth, node);
+        self.cloud.clear();
+        tree.add_members_to(&mut self.cloud, depth, node);
         let mut rest: Vec<u32> = (0..held as u32).collect();
-        let half = cloud.halve(&mut rest);
+        let half = self.cloud.halve(&mut rest);
         let new = tree.levels[depth].len();
         let parent = tree.levels[depth].scalars[node].parent;
         let moved = if depth == 0 {
@@ -126,11 +128,12 @@ impl Inserter {
     pub fn add_root(&mut self, tree: &mut Tree) {
         let depth = tree.levels.len();
         let (n, dim) = (tree.levels[depth - 1].len(), tree.transform.mean().len());
-        let mut cloud = Cloud::default();
-        (0..n).for_each(|node| tree.add_node_to(&mut cloud, depth - 1, node));
+        self.cloud.clear();
+        (0..n).for_each(|node| tree.add_node_to(&mut self.cloud, depth - 1, node));
         let mut groups = vec![(0..n as NodeId).collect::<Vec<_>>()];
         let target = n.div_ceil(tree.options.fanout);
-        cloud.regroup(&mut groups, target, Tree::child_capacity(&tree.options));
+        let capacity = Tree::child_capacity(&tree.options);
+        self.cloud.regroup(&mut groups, target, capacity);
         let dtype = tree.options.summary_dtype;
         tree.levels
             .push(Level::new(dtype, dim, tree.pages.value_dim()));

@@ -1,8 +1,8 @@
 //! Upkeep of what grew: a node deals its grandchildren out among its children anew.
 //!
 //! A token that comes alone goes to the nearest leaf and never moves again, and a full node splits
-//! in two without a look at its siblings. Once a quarter to a half of a node's tokens is new,
-//! it regroups what lies two levels below it: a few rounds of k-means over one family. So a tree
+//! in two without a look at its siblings. Once a sixth to a third of a node's tokens is new, it
+//! regroups what lies two levels below it: a few rounds of k-means over one family. So a tree
 //! that grew stays about as good as one that was built, and no insertion pays for more than one
 //! family of each level.
 
@@ -10,10 +10,12 @@ use super::Tree;
 use super::cluster;
 use super::insert::{Inserter, Members};
 use crate::ids::{NO_PARENT, NodeId};
+use crate::random::Random;
 use crate::rows::RowStore;
+use std::ops::Range;
 
 /// Regroupings while the tokens of a node double.
-const REGROUPINGS: usize = 4;
+const REGROUPINGS: usize = 3;
 
 /// Groups for so many members: more than their target size says, as a build has, whose full pages
 /// split.
@@ -33,7 +35,9 @@ impl Inserter {
             node => tree.levels[depth].scalars[node as usize].count as usize,
         };
         let period = (count.next_power_of_two() / (2 * REGROUPINGS)).max(1);
-        if count.is_multiple_of(period) {
+        // Heads whose counts are equal take turns.
+        let turn = Random::new(tree.options.seed, tree.stream).below(period);
+        if (count + turn).is_multiple_of(period) {
             self.regroup(tree, depth, node);
         }
     }
@@ -58,19 +62,17 @@ impl Inserter {
     pub fn regroup(&mut self, tree: &mut Tree, depth: usize, node: NodeId) {
         let below = depth - 1;
         let children = tree.children(depth, node);
-        let mut cloud = std::mem::take(&mut self.cloud);
-        cloud.points.clear();
-        cloud.weights.clear();
+        let cloud = &mut self.cloud;
+        cloud.clear();
         let mut before = Vec::with_capacity(children.len());
         for &child in &children {
             let first = cloud.weights.len() as u32;
-            tree.add_members_to(&mut cloud, below, child as usize);
-            before.push((first..cloud.weights.len() as u32).collect::<Vec<_>>());
+            tree.add_members_to(cloud, below, child as usize);
+            before.push(first..cloud.weights.len() as u32);
         }
         let (size, capacity) = Tree::family(&tree.options, below);
-        let mut groups = before.clone();
+        let mut groups = before.iter().map(|group| group.clone().collect()).collect();
         cloud.regroup(&mut groups, target(cloud.weights.len(), size), capacity);
-        self.cloud = cloud;
 
         let members = self.regrouped(tree, below, &children, &before, &groups);
         let first_new = tree.levels[below].len() as NodeId;
@@ -117,10 +119,13 @@ impl Inserter {
         tree: &mut Tree,
         below: usize,
         children: &[NodeId],
-        before: &[Vec<u32>],
+        before: &[Range<u32>],
         groups: &[Vec<u32>],
     ) -> Vec<(usize, Members)> {
-        let changed = |place: &usize| before.get(*place) != groups.get(*place);
+        let changed = |&place: &usize| {
+            let before = before.get(place).cloned().unwrap_or_default();
+            !groups[place].iter().copied().eq(before)
+        };
         let places = (0..groups.len()).filter(changed);
         let full = places.clone().filter(|&place| !groups[place].is_empty());
         if below > 0 {
@@ -140,7 +145,7 @@ impl Inserter {
         let mut stored = vec![0; all];
         for place in places.filter(|&place| place < children.len()) {
             let page = tree.levels[0].pages[children[place] as usize];
-            for (row, &member) in before[place].iter().enumerate() {
+            for (row, member) in before[place].clone().enumerate() {
                 stored[member as usize] = ids.len();
                 keys.push(pool.keys(page).row(row));
                 values.push(pool.values(page).row(row));

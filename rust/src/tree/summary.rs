@@ -2,8 +2,8 @@
 //!
 //! A node is computed from what is right below it: a leaf from the rows of its page, an upper node
 //! from the means of its children. One rounding per level is as small as the rounding of the stored
-//! mean itself. While single tokens come, an upper node runs along for [`STEPS`] of them at most and
-//! is then computed anew, so that nothing accumulates over time.
+//! mean itself. While single tokens come, a node runs along for [`STEPS`] of them at most and is then
+//! computed anew, so that nothing accumulates over time.
 
 use super::node::{Level, Scalars};
 use crate::ids::{NO_PARENT, NodeId, PageId};
@@ -14,7 +14,7 @@ use crate::rows::{
 use crate::simd;
 use crate::transform::Transform;
 
-/// Tokens that the summary of an upper node takes up between computations: as many roundings of its
+/// Tokens that the summary of a node takes up between computations: as many roundings of its
 /// means, by half a unit in the last place each, add up.
 const STEPS: u32 = 8;
 

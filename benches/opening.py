@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import fmean
 
 import numpy as np
-from measure import Candidate, Problem, Result, check, measure
+from measure import SHARE, Candidate, Problem, Result, check, measure
 from rules import (
     count_of_lowest,
     expected_gain,
@@ -33,12 +33,11 @@ from rules import (
     share_of_lowest,
 )
 
-from icecache import IceConfig
 from icecache.bench.lengthen import lengthen
 from icecache.bench.rows import CONTEXT, TEXTS, load_rows
 
 RESULTS = Path(__file__).parent.parent / "results"
-SHIPPED = share_of_lowest(IceConfig().open_fraction)
+SHIPPED = share_of_lowest(SHARE)
 CANDIDATES = [
     Candidate("every node", share_of_lowest(1.0)),
     Candidate("half of each level", share_of_each(0.5)),

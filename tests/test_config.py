@@ -41,7 +41,8 @@ def test_these_are_all_options():
 
 def test_the_defaults_that_are_promised():
     config = IceConfig()
-    assert (config.token_budget, config.candidate_factor, config.dense_layers) == (64, 8, 0)
+    assert (config.token_budget, config.dense_layers) == (64, 0)
+    assert (config.candidate_factor, config.open_fraction) == (None, None)
     assert (config.sparse_max_queries, config.seed, config.num_threads) == (32, 0, None)
     assert (config.selection, config.tail) == ("tokens", "summary")
 
@@ -69,7 +70,7 @@ def test_counts_are_integers(name, value):
         IceConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", set(LEAST) - {"num_threads"})
+@pytest.mark.parametrize("name", set(LEAST) - {"num_threads", "candidate_factor"})
 def test_counts_are_not_none(name):
     with pytest.raises(TypeError, match=f"{name} must be an integer, got None"):
         IceConfig(**{name: None})
@@ -108,7 +109,7 @@ def test_the_open_fraction_is_above_0_and_at_most_1(value):
         IceConfig(open_fraction=value)
 
 
-@pytest.mark.parametrize("value", [True, "0.5", None, [0.5], 0.5j, np.array([0.5])])
+@pytest.mark.parametrize("value", [True, "0.5", [0.5], 0.5j, np.array([0.5])])
 def test_the_open_fraction_is_a_number(value):
     with pytest.raises(TypeError, match="open_fraction must be a number"):
         IceConfig(open_fraction=value)
@@ -176,6 +177,28 @@ def test_whatever_the_config_takes_the_cache_takes(options):
     layer.prefill(problem.k[:, :398], problem.v[:, :398])
     assert np.isfinite(layer.decode(*problem.rows(398, 400))).all()
     layer.check()
+
+
+def test_long_trees_open_less_and_score_more_unless_told_otherwise():
+    problem = make_problem("numpy-f32", kv_heads=1, group=2, dim=8, n=40_000)
+
+    def key_rows(**options):
+        layer = LayerCache(2, 1, 8, IceConfig(**options))
+        layer.prefill(problem.k, problem.v)
+        layer.attend(problem.q[:, -1:])
+        return layer.stats().key_rows_read
+
+    default, opened, scored, both = (
+        key_rows(**options)
+        for options in (
+            {},
+            {"open_fraction": 0.75},
+            {"candidate_factor": 8},
+            {"open_fraction": 0.75, "candidate_factor": 8},
+        )
+    )
+    assert opened - default > 40_000 / 6 * 0.3
+    assert 300 < default - scored < 700 and opened - both == pytest.approx(default - scored, abs=50)
 
 
 @pytest.mark.parametrize(

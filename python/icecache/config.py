@@ -52,8 +52,9 @@ class IceConfig:
     """First tokens of the sequence, always attended exactly."""
     window_tokens: int = 64
     """Most recent tokens, always attended exactly (at least 32, so that a crop stays cheap)."""
-    candidate_factor: int = 8
-    """Keys scored exactly per head and step, as a multiple of `token_budget` (at least 256)."""
+    candidate_factor: int | None = None
+    """Keys scored exactly per head and step, as a multiple of `token_budget` (at least 256); None
+    means 8 up to 8,192 tokens, and more beyond (PARAMETERS.md)."""
     page_size: int = 6
     """Target mean of tokens per page, a leaf of the tree."""
     page_capacity: int | None = None
@@ -62,8 +63,9 @@ class IceConfig:
     """Target mean of children per upper node; a node splits above twice as many."""
     refine_passes: int = 2
     """Times that the build moves the nodes to their means and links everything anew."""
-    open_fraction: float = 0.75
-    """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole."""
+    open_fraction: float | None = None
+    """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole. None
+    means 0.75 up to 8,192 tokens, and less beyond (PARAMETERS.md)."""
     field_of_view: int = 32
     """Nodes opened per level by an M-DCI search (selection "pages")."""
     selection: str = "tokens"
@@ -88,7 +90,6 @@ class IceConfig:
             ("token_budget", 1),
             ("sink_tokens", 0),
             ("window_tokens", 1),
-            ("candidate_factor", 1),
             ("page_size", 1),
             ("fanout", 2),
             ("field_of_view", 1),
@@ -99,14 +100,17 @@ class IceConfig:
             ("seed", 0),
         ):
             self._require_int(name, low)
+        if self.candidate_factor is not None:
+            self._require_int("candidate_factor", 1)
         if self.page_capacity is not None:
             self._require_int("page_capacity", self.page_size)
         if self.num_threads is not None:
             self._require_int("num_threads", 1)
-        fraction = require_real("open_fraction", self.open_fraction)
-        object.__setattr__(self, "open_fraction", fraction)
-        if not 0.0 < fraction <= 1.0:
-            raise ValueError(f"open_fraction must be above 0 and at most 1, got {fraction}")
+        if self.open_fraction is not None:
+            fraction = require_real("open_fraction", self.open_fraction)
+            object.__setattr__(self, "open_fraction", fraction)
+            if not 0.0 < fraction <= 1.0:
+                raise ValueError(f"open_fraction must be above 0 and at most 1, got {fraction}")
         for name, allowed in (
             ("selection", _SELECTIONS),
             ("tail", _TAILS),

@@ -78,9 +78,7 @@ def decode_step(
     denominator = weights[:, exact].sum(dim=1)
     if tail:
         # 4. A candidate left over: its own weight for its page's mean value.
-        rest = [
-            (weight, value) for weight, (_, _, value) in zip(node_weights, means, strict=True)
-        ]
+        rest = [(weight, value) for weight, (_, _, value) in zip(node_weights, means, strict=True)]
         for page in pages:
             if left := [position for position in page if position not in selected]:
                 rest.append((weights[:, left].sum(dim=1), v[list(page)].mean(dim=0)))

@@ -31,10 +31,13 @@ const SCAN_BELOW: usize = 16_384;
 /// Scoring fewer keys than this saves less than it loses.
 const LEAST_CANDIDATES: usize = 256;
 
-/// Tokens of a tree up to which a step opens and scores what the options say. Beyond, it opens a
-/// smaller share and scores more candidates, so that the rows it reads grow about as the square
-/// root of the length while the error hardly does (docs/findings.md).
+/// Unless the options say otherwise, a step opens `BASE_SHARE` of the lowest upper nodes and scores
+/// `BASE_FACTOR` times the budget up to so many tokens. Beyond, it opens a smaller share and scores
+/// more candidates, so that the rows it reads grow about as the square root of the length while the
+/// error hardly does (docs/findings.md).
 const BASE_LENGTH: usize = 8192;
+const BASE_SHARE: f32 = 0.75;
+const BASE_FACTOR: f32 = 8.0;
 const OPEN_POWER: f32 = -0.8;
 const CANDIDATES_POWER: f32 = 0.45;
 
@@ -58,8 +61,9 @@ pub struct Options {
     pub token_budget: usize,
     pub sink_tokens: usize,
     pub window_tokens: usize,
-    pub candidate_factor: usize,
-    pub open_fraction: f32,
+    /// `None`: by the length of the tree, as for `open_fraction`.
+    pub candidate_factor: Option<usize>,
+    pub open_fraction: Option<f32>,
     pub field_of_view: usize,
     pub selection: Selection,
     pub tail: Tail,
@@ -89,8 +93,8 @@ impl Default for Options {
             token_budget: 64,
             sink_tokens: 32,
             window_tokens: 64,
-            candidate_factor: 8,
-            open_fraction: 0.75,
+            candidate_factor: None,
+            open_fraction: None,
             field_of_view: 32,
             selection: Selection::Tokens,
             tail: Tail::Summary,
@@ -113,13 +117,14 @@ impl Options {
     pub fn validate(&self) -> Result<()> {
         at_least("token_budget", self.token_budget, 1)?;
         at_least("window_tokens", self.window_tokens, 1)?;
-        at_least("candidate_factor", self.candidate_factor, 1)?;
+        at_least("candidate_factor", self.candidate_factor.unwrap_or(1), 1)?;
         at_least("field_of_view", self.field_of_view, 1)?;
-        if !(self.open_fraction > 0.0 && self.open_fraction <= 1.0) {
+        let fraction = self.open_fraction.unwrap_or(1.0);
+        if !(fraction > 0.0 && fraction <= 1.0) {
             return Err(Error::Config {
                 option: "open_fraction",
                 expected: "above 0 and at most 1".into(),
-                got: self.open_fraction.to_string(),
+                got: fraction.to_string(),
             });
         }
         if self.selection == Selection::Pages && self.tail == Tail::Summary {
@@ -140,14 +145,20 @@ impl Options {
     /// Keys of a tree of so many tokens scored exactly in one step: so many that a small budget
     /// chooses well.
     pub fn candidates(&self, tokens: usize) -> usize {
-        let wanted = self.token_budget.saturating_mul(self.candidate_factor);
-        let more = beyond_base(tokens).powf(CANDIDATES_POWER);
-        ((wanted as f32 * more) as usize).max(LEAST_CANDIDATES)
+        let wanted = match self.candidate_factor {
+            Some(factor) => self.token_budget.saturating_mul(factor),
+            None => {
+                let factor = BASE_FACTOR * beyond_base(tokens).powf(CANDIDATES_POWER);
+                (self.token_budget as f32 * factor) as usize
+            }
+        };
+        wanted.max(LEAST_CANDIDATES)
     }
 
     /// Share of the lowest upper level of a tree of so many tokens that a step opens.
     pub fn open_share(&self, tokens: usize) -> f32 {
-        self.open_fraction * beyond_base(tokens).powf(OPEN_POWER)
+        self.open_fraction
+            .unwrap_or_else(|| BASE_SHARE * beyond_base(tokens).powf(OPEN_POWER))
     }
 }
 

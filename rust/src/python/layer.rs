@@ -334,7 +334,7 @@ fn options(config: Any<'_, '_>) -> PyResult<Options> {
         token_budget: count("token_budget")?,
         sink_tokens: count("sink_tokens")?,
         window_tokens: count("window_tokens")?,
-        candidate_factor: count("candidate_factor")?,
+        candidate_factor: config.getattr("candidate_factor")?.extract()?,
         open_fraction: config.getattr("open_fraction")?.extract()?,
         field_of_view: count("field_of_view")?,
         selection: match text("selection")?.as_str() {

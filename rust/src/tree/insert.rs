@@ -9,7 +9,7 @@ use crate::ids::{KeyId, NO_PARENT, NodeId, PageId};
 use crate::rows::{Elements, make_room, to_f32};
 
 /// Nodes opened at each level: what goes astray is put right when its family regroups.
-const FIELD_OF_VIEW: usize = 1;
+const FIELD_OF_VIEW: usize = 2;
 
 /// What an insertion works with; reused from one to the next.
 #[derive(Debug)]

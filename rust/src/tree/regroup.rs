@@ -15,7 +15,7 @@ use crate::rows::RowStore;
 use std::ops::Range;
 
 /// Regroupings while the tokens of a node double.
-const REGROUPINGS: usize = 3;
+const REGROUPINGS: usize = 4;
 
 /// Groups for so many members: more than their target size says, as a build has, whose full pages
 /// split.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-FAINT = 0.05
+FAINT = 0.1
 """The core's: nodes below an even share of this much of the softmax have one mean value."""
 
 

@@ -115,16 +115,18 @@ impl Layer {
         self.grow(k[0].dtype(), |layer| {
             let workers = layer.workers(cancelled);
             let Some((q, out)) = q else {
-                return layer.each_head(workers, |h, head, options| {
+                return layer.each_head(workers, |h, head, options, workers| {
                     head.append_bulk(k[h], v[h], options, workers)
                 });
             };
-            layer.each_head(workers, |h, head, options| {
+            layer.each_head(workers, |h, head, options, _| {
                 (0..n).for_each(|i| head.store(k[h], v[h], i, options));
                 Ok(())
             })?;
             layer.exact(q, out, workers)?;
-            layer.each_head(workers, |_, head, options| head.settle(options, workers))
+            layer.each_head(workers, |_, head, options, workers| {
+                head.settle(options, workers)
+            })
         })
     }
 
@@ -162,7 +164,7 @@ impl Layer {
         let n = self.check_new(k, v)?;
         self.grow(k[0].dtype(), |layer| {
             let workers = layer.workers(cancelled);
-            layer.each_head(workers, |h, head, options| {
+            layer.each_head(workers, |h, head, options, workers| {
                 (0..n).try_for_each(|i| {
                     workers.check()?;
                     head.append(k[h], v[h], i, options)
@@ -213,16 +215,17 @@ impl Layer {
         result
     }
 
-    /// Runs `work(kv head, head, options)` for every head. What fails was cancelled.
-    fn each_head(
+    /// Runs `work(kv head, head, options, workers)` for every head, with the workers that are its
+    /// own. What fails was cancelled.
+    fn each_head<'a>(
         &mut self,
-        workers: Workers<'_>,
-        work: impl Fn(usize, &mut Head, &Options) -> Result<()> + Sync,
+        workers: Workers<'a>,
+        work: impl Fn(usize, &mut Head, &Options, Workers<'a>) -> Result<()> + Sync,
     ) -> Result<()> {
         let options = &self.options;
-        workers.for_each_mut(&mut self.heads, |h, head| {
+        workers.for_each_large(&mut self.heads, |h, head, workers| {
             // The workers know of it.
-            let _ = work(h, head, options);
+            let _ = work(h, head, options, workers);
         })
     }
 
@@ -315,7 +318,7 @@ impl Layer {
             return Ok(());
         }
         let workers = Workers::steady(self.options.num_threads);
-        self.each_head(workers, |_, head, options| {
+        self.each_head(workers, |_, head, options, _| {
             head.crop(n, options);
             Ok(())
         })

@@ -52,25 +52,22 @@ impl Order {
         (better + low + 1).min(self.keys.len())
     }
 
-    /// Writes all places: first the best `count`, then the rest, each part in ascending order.
-    pub fn partition(&mut self, count: usize, places: &mut Vec<u32>) {
+    /// Writes the best `count` places, in ascending order.
+    pub fn take(&mut self, count: usize, places: &mut Vec<u32>) {
         let count = count.min(self.keys.len());
         places.clear();
-        if count == 0 || count == self.keys.len() {
-            places.extend(0..self.keys.len() as u32);
-            return;
-        }
-        let last = self.nth(count);
-        places.resize(self.keys.len(), 0);
-        let (mut best, mut rest) = (0, count);
-        for (i, &key) in self.keys.iter().enumerate() {
-            let to = if with_place(key, i) <= last {
-                &mut best
-            } else {
-                &mut rest
-            };
-            places[*to] = i as u32;
-            *to += 1;
+        if count == self.keys.len() {
+            places.extend(0..count as u32);
+        } else if count > 0 {
+            let last = self.nth(count);
+            // Without a branch that nothing predicts: what is not taken is overwritten.
+            places.resize(count + 1, 0);
+            let mut taken = 0;
+            for (i, &key) in self.keys.iter().enumerate() {
+                places[taken] = i as u32;
+                taken += usize::from(with_place(key, i) <= last);
+            }
+            places.truncate(count);
         }
     }
 
@@ -198,10 +195,10 @@ mod tests {
             let want = running.iter().position(|&s| s >= target).map_or(scores.len(), |p| p + 1);
             prop_assert_eq!(count, want);
             let mut places = Vec::new();
-            order.partition(count, &mut places);
+            order.take(count, &mut places);
             let mut expected: Vec<u32> = sorted[..count].iter().map(|&i| i as u32).collect();
             expected.sort_unstable();
-            prop_assert_eq!(&places[..count], &expected[..]);
+            prop_assert_eq!(&places, &expected);
             prop_assert_eq!(order.best(count).collect::<Vec<_>>(), &sorted[..count]);
         }
     }

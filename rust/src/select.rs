@@ -124,8 +124,8 @@ impl Selection {
         }
         self.frontier.order.rank(&self.priorities);
         let budget = options.token_budget.min(total);
-        self.frontier.order.partition(budget, &mut self.places);
-        self.pick(tree, total, budget);
+        self.frontier.order.take(budget, &mut self.places);
+        self.pick(tree, total);
 
         // 5. The candidates left over: their own weights, their pages' mean value.
         match options.tail {
@@ -161,9 +161,9 @@ impl Selection {
         let wanted = options.candidates(tree.len);
         let taken = frontier.order.count_until(wanted, count);
         let mut places = std::mem::take(&mut self.places);
-        frontier.order.partition(taken, &mut places);
-        self.close(0, &frontier.nodes, &places[..taken]);
-        let best = places[..taken].iter();
+        frontier.order.take(taken, &mut places);
+        self.close(0, &frontier.nodes, &places);
+        let best = places.iter();
         self.leaves
             .extend(best.map(|&p| frontier.nodes[p as usize]));
         self.places = places;
@@ -235,8 +235,7 @@ impl Selection {
             self.places
                 .extend(self.starts[page] as u32..self.starts[page + 1] as u32);
         }
-        let budget = self.places.len();
-        self.pick(tree, total, budget);
+        self.pick(tree, total);
         self.weigh_selected(tree, queries, max);
     }
 
@@ -264,14 +263,14 @@ impl Selection {
         total
     }
 
-    /// Moves the first `budget` of `places` (ascending) from the candidates to the selected. Their
-    /// weights among the candidates become 0.
-    fn pick(&mut self, tree: &Tree, total: usize, budget: usize) {
+    /// Moves `places` (ascending) from the candidates to the selected. Their weights among the
+    /// candidates become 0.
+    fn pick(&mut self, tree: &Tree, total: usize) {
         let g = self.max.len();
         let mut leaf = 0;
         self.taken.clear();
         self.taken.resize(self.leaves.len(), 0);
-        for &place in &self.places[..budget] {
+        for &place in &self.places {
             let place = place as usize;
             while self.starts[leaf + 1] <= place {
                 leaf += 1;
@@ -285,7 +284,7 @@ impl Selection {
         self.weights.clear();
         for q in 0..g {
             let candidates = &mut self.logits[q * total..][..total];
-            let taken = self.places[..budget].iter();
+            let taken = self.places.iter();
             self.weights
                 .extend(taken.map(|&p| std::mem::take(&mut candidates[p as usize])));
         }
@@ -438,7 +437,7 @@ fn dot(a: &[f32], b: &[f32]) -> f32 {
 }
 
 /// The values of nodes that together hold at most this share of the softmax are not read.
-const FAINT: f32 = 0.05;
+const FAINT: f32 = 0.1;
 
 /// How many standard deviations above its mean logit a node counts for when nodes are ranked. The
 /// deviation takes keys to spread alike in all directions, which they do not: hence more than one.

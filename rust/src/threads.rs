@@ -53,6 +53,14 @@ impl<'a> Workers<'a> {
         Self { limit, cancelled }
     }
 
+    /// Threads at most.
+    fn threads(self) -> usize {
+        match self.limit {
+            0 => available().min(MOST_THREADS),
+            limit => limit.min(MOST_THREADS),
+        }
+    }
+
     /// [`Error::Interrupted`] once the call is cancelled. Long loops look here.
     pub fn check(self) -> Result<()> {
         if self.cancelled.load(Ordering::Relaxed) {
@@ -76,11 +84,7 @@ impl<'a> Workers<'a> {
                 work(item);
             }
         };
-        let limit = match self.limit {
-            0 => available(),
-            limit => limit,
-        };
-        let limit = limit.min(MOST_THREADS);
+        let limit = self.threads();
         let helpers = limit.min(items).saturating_sub(1);
         match (helpers > 0).then(|| pool(limit - 1)).flatten() {
             Some(pool) => pool.in_place_scope(|scope| {
@@ -105,6 +109,28 @@ impl<'a> Workers<'a> {
             let mut item = cells[i].lock().unwrap_or_else(PoisonError::into_inner);
             work(i, &mut item);
         })
+    }
+}
+
+impl<'a> Workers<'a> {
+    /// [`Workers::for_each_mut`] for work that is itself parallel: `work(i, item, workers)` gets the
+    /// threads that are left for it. As many items as there are threads run side by side, with one
+    /// thread each; a rest of fewer runs one by one, with all threads. Calls inside of each other
+    /// would wait for threads that are busy.
+    pub fn for_each_large<T: Send>(
+        self,
+        items: &mut [T],
+        work: impl Fn(usize, &mut T, Workers<'a>) + Sync,
+    ) -> Result<()> {
+        let rest = items.len() - items.len() % self.threads();
+        let (many, few) = items.split_at_mut(rest);
+        let alone = Self { limit: 1, ..self };
+        self.for_each_mut(many, |i, item| work(i, item, alone))?;
+        for (i, item) in few.iter_mut().enumerate() {
+            self.check()?;
+            work(rest + i, item, self);
+        }
+        self.check()
     }
 }
 
@@ -150,6 +176,24 @@ mod tests {
             let add = |i: usize, slot: &mut u32| *slot += i as u32 + 1;
             Workers::steady(limit).for_each_mut(&mut seen, add).unwrap();
             assert!(seen.iter().enumerate().all(|(i, &s)| s == i as u32 + 1));
+        }
+    }
+
+    #[test]
+    fn large_items_once_whatever_the_limit() {
+        for (limit, items) in [(1, 3), (2, 3), (2, 4), (3, 2), (4, 9)] {
+            let mut seen = vec![0u32; items];
+            let add = |i: usize, slot: &mut u32, workers: Workers<'_>| {
+                let inner = AtomicUsize::new(0);
+                let count = |_| {
+                    inner.fetch_add(1, Ordering::Relaxed);
+                };
+                workers.for_each(10, count).unwrap();
+                *slot += i as u32 + inner.into_inner() as u32;
+            };
+            let workers = Workers::steady(limit);
+            workers.for_each_large(&mut seen, add).unwrap();
+            assert!(seen.iter().enumerate().all(|(i, &s)| s == i as u32 + 10));
         }
     }
 

@@ -1,7 +1,7 @@
 //! Upkeep of what grew: a node deals its grandchildren out among its children anew.
 //!
 //! A token that comes alone goes to the nearest leaf and never moves again, and a full node splits
-//! in two without a look at its siblings. Once a sixth to a third of a node's tokens is new, it
+//! in two without a look at its siblings. Once an eighth to a quarter of a node's tokens is new, it
 //! regroups what lies two levels below it: a few rounds of k-means over one family. So a tree
 //! that grew stays about as good as one that was built, and no insertion pays for more than one
 //! family of each level.

@@ -81,8 +81,8 @@ pub fn descend<P: Priority>(
         }
         frontier.order.rank(&frontier.scores);
         let opened = priority.open(depth, level, &frontier.nodes, &mut frontier.order);
-        frontier.order.partition(opened, &mut frontier.places);
-        let open = &frontier.places[..opened.min(frontier.nodes.len())];
+        frontier.order.take(opened, &mut frontier.places);
+        let open = &frontier.places;
         priority.close(depth, &frontier.nodes, open);
         frontier.next.clear();
         for &place in open {

@@ -56,6 +56,12 @@ pub struct Times {
     pub tail: f32,
 }
 
+impl Times {
+    pub fn total(self) -> f32 {
+        self.search + self.select + self.attend + self.tail
+    }
+}
+
 fn seconds(from: Instant, to: Instant) -> f32 {
     to.duration_since(from).as_secs_f32()
 }

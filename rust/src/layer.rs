@@ -12,6 +12,10 @@ use std::sync::atomic::AtomicBool;
 /// Positions of one work item of exact attention.
 const EXACT_POSITIONS: usize = 4;
 
+/// Seconds of work, by the last step, that are worth a thread: it has to wake up, and on the cores of a
+/// model's own threads it waits for these to stop spinning.
+const LEAST_SHARE: f32 = 0.4e-3;
+
 /// Elements of a scaled query that are so large make a softmax of one key, or of equal ones.
 const LARGEST_QUERY: f32 = 1e30;
 
@@ -240,8 +244,13 @@ impl Layer {
         ready: impl Fn(&mut Head, usize, usize, &Options) -> Result<usize> + Sync,
     ) -> Result<()> {
         let (group, dim) = (self.group(), self.shape.head_dim);
-        let (options, scale) = (&self.options, self.scale);
         let outputs = out.chunks_mut((group * n * dim).max(1));
+        let busy: f32 = self.last_steps().map(|step| step.times.total()).sum();
+        let workers = match busy > 0.0 {
+            true => workers.at_most((busy * n as f32 / LEAST_SHARE) as usize),
+            false => workers,
+        };
+        let (options, scale) = (&self.options, self.scale);
         let mut items: Vec<_> = self.heads.iter_mut().zip(outputs).collect();
         workers.for_each_mut(&mut items, |h, (head, out)| {
             SCRATCH.with_borrow_mut(|scratch| {

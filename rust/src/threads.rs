@@ -53,6 +53,12 @@ impl<'a> Workers<'a> {
         Self { limit, cancelled }
     }
 
+    /// The same call with fewer threads.
+    pub fn at_most(self, threads: usize) -> Self {
+        let limit = self.threads().min(threads.max(1));
+        Self { limit, ..self }
+    }
+
     /// Threads at most.
     fn threads(self) -> usize {
         match self.limit {

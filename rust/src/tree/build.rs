@@ -8,7 +8,7 @@ use super::link::{BLOCK, Block};
 use super::node::{Level, Scalars};
 use super::project::Crowds;
 use super::summary::Sums;
-use super::{LINK_FIELD_OF_VIEW, Tree, Whole};
+use super::{Tree, Whole};
 use crate::config::TreeOptions;
 use crate::error::Result;
 use crate::ids::{KeyId, NO_PARENT, NodeId};
@@ -18,9 +18,6 @@ use crate::rows::{Dtype, Element, Elements, Strided, squares, to_f32, typed};
 use crate::threads::Workers;
 use crate::transform::{Transform, fold_rows};
 
-/// Nodes opened at each level before the last pass: the next one corrects a link that is not the
-/// nearest, and trees came out as good as with more.
-const FIRST_FIELD_OF_VIEW: usize = 4;
 /// Nodes whose means one work item takes.
 const NODES: usize = 256;
 
@@ -47,11 +44,11 @@ impl Tree {
         }
         let options = &options;
         let mut draft = Draft::promote(tokens.keys, &transform, options, stream, workers)?;
+        draft.link_all(workers)?;
         for _ in 0..options.refine_passes {
-            draft.link_all(FIRST_FIELD_OF_VIEW, workers)?;
             draft.move_to_means(workers)?;
+            draft.link_all(workers)?;
         }
-        draft.link_all(LINK_FIELD_OF_VIEW, workers)?;
         if options.refine_passes > 0 {
             draft.move_to_means(workers)?;
             for depth in (1..=draft.levels.len()).rev() {
@@ -113,7 +110,7 @@ impl<'a> Draft<'a> {
     }
 
     /// Links every level to the one above, top down, and the points to the leaves.
-    fn link_all(&mut self, view: usize, workers: Workers<'_>) -> Result<()> {
+    fn link_all(&mut self, workers: Workers<'_>) -> Result<()> {
         for depth in (0..self.levels.len()).rev() {
             let items = self.items(depth);
             let mut found = vec![NO_PARENT; items.len()];
@@ -125,7 +122,7 @@ impl<'a> Draft<'a> {
                         self.coordinates(depth, item as usize, point)
                     });
                 }
-                block.find_parents(&self.levels, depth, view, found);
+                block.find_parents(&self.levels, depth, found);
             })?;
             let mut parents = vec![NO_PARENT; items.len()];
             for (&item, &parent) in items.iter().zip(&found) {

@@ -88,17 +88,10 @@ impl Block {
         self.lifts.push(write(&mut self.points[start..]));
     }
 
-    /// The nearest node of level `stop` to each point that a descent reaches which opens `view`
-    /// nodes (1 or the link field of view) at each level. Below the top every listed child leads
-    /// down to that level.
-    pub fn find_parents(
-        &mut self,
-        levels: &[Level],
-        stop: usize,
-        view: usize,
-        parents: &mut [NodeId],
-    ) {
-        let keep = |depth: usize| if depth == stop { 1 } else { view };
+    /// The nearest node of level `stop` to each point that a descent reaches which opens
+    /// [`LINK_FIELD_OF_VIEW`] nodes at each level. Below the top every listed child leads down to
+    /// that level.
+    pub fn find_parents(&mut self, levels: &[Level], stop: usize, parents: &mut [NodeId]) {
         let top = levels.len() - 1;
         let leads_down =
             |&node: &NodeId| top == stop || !levels[top].children[node as usize].is_empty();
@@ -107,7 +100,7 @@ impl Block {
             .collect();
         let everyone: Vec<u32> = (0..self.lifts.len() as u32).collect();
         self.nearest.resize(self.lifts.len(), Nearest::NONE);
-        self.score(&levels[top], &nodes, &everyone, keep(top));
+        self.score(&levels[top], &nodes, &everyone, top == stop);
         let (mut ends, mut points) = (Vec::new(), Vec::new());
         for depth in (stop..top).rev() {
             self.sort_opened(levels[depth + 1].len(), &mut ends, &mut points);
@@ -115,7 +108,7 @@ impl Block {
             let mut first = 0;
             for (children, &end) in levels[depth + 1].children.iter().zip(&ends) {
                 if first < end {
-                    self.score(&levels[depth], children, &points[first..end], keep(depth));
+                    self.score(&levels[depth], children, &points[first..end], depth == stop);
                 }
                 first = end;
             }
@@ -148,8 +141,8 @@ impl Block {
     }
 
     /// Offers all of `nodes` to some of the points, given in order, ranked by minus half the squared
-    /// distance, up to a constant of the point.
-    fn score(&mut self, level: &Level, nodes: &[NodeId], points: &[u32], keep: usize) {
+    /// distance, up to a constant of the point. `last`: only the nearest will be asked for.
+    fn score(&mut self, level: &Level, nodes: &[NodeId], points: &[u32], last: bool) {
         let (rows, count) = (level.keys.rows(), nodes.len());
         let scratch = &mut self.scratch;
         let mut queries = &self.points;
@@ -176,10 +169,74 @@ impl Block {
             }
             let nearest = &mut self.nearest[point as usize];
             let offers = scores.iter().zip(nodes);
-            if keep == 1 {
+            if last {
                 offers.for_each(|(&score, &node)| nearest.offer_only(score, node));
             } else {
                 offers.for_each(|(&score, &node)| nearest.offer(score, node));
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::TreeOptions;
+    use crate::ids::KeyId;
+    use crate::random::Random;
+    use crate::rows::{Elements, NO_ELEMENTS, Strided};
+    use crate::threads::Workers;
+    use crate::tree::Tree;
+    use crate::tree::build::Tokens;
+    use crate::tree::search::{self, Frontier};
+
+    /// A block finds for each of its points what the descent of that point alone finds.
+    #[test]
+    fn a_block_finds_what_single_descents_find() {
+        for (seed, dim, n) in [(1, 5, 700), (2, 16, 3000), (3, 40, 300)] {
+            let mut random = Random::new(seed, 0);
+            let mut number = || random.below(20_001) as f32 / 10_000.0 - 1.0;
+            let keys: Vec<f32> = (0..n * dim).map(|_| number()).collect();
+            let strided = |dim, elements| Strided {
+                dim,
+                len: n,
+                stride: dim,
+                elements,
+            };
+            let ids: Vec<KeyId> = (0..n as KeyId).collect();
+            let tokens = Tokens {
+                keys: strided(dim, Elements::F32(&keys)),
+                values: strided(0, NO_ELEMENTS),
+                ids: &ids,
+            };
+            let options = TreeOptions {
+                fanout: 4,
+                ..TreeOptions::default()
+            };
+            let levels = Tree::build(tokens, &options, 0, Workers::steady(1))
+                .unwrap()
+                .levels;
+            let points: Vec<(Vec<f32>, f32)> = (0..2 * BLOCK)
+                .map(|_| ((0..dim).map(|_| number()).collect(), number()))
+                .collect();
+            for stop in 0..levels.len() {
+                let mut block = Block::with_capacity(points.len(), dim);
+                for (point, lift) in &points {
+                    block.push(dim, |to| {
+                        to.copy_from_slice(point);
+                        *lift
+                    });
+                }
+                let mut parents = vec![NO_PARENT; points.len()];
+                block.find_parents(&levels, stop, &mut parents);
+                let mut frontier = Frontier::default();
+                let mut same = 0;
+                for ((point, lift), &parent) in points.iter().zip(&parents) {
+                    let mut alone = search::Nearest::new(point, *lift, LINK_FIELD_OF_VIEW, None);
+                    same += usize::from(alone.find(&levels, stop, &mut frontier) == parent);
+                }
+                // Two nodes may be equally near up to rounding.
+                assert!(same + 3 >= points.len(), "{same} of {}", points.len());
             }
         }
     }

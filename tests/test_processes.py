@@ -41,7 +41,7 @@ check = tree.check
 state = lambda: [x.tobytes() for x in tree.search(rows[:20], 5)]
 """,
     "a bulk that goes in one by one": """
-tree, rows = DciTree(64, refine_passes=0), keys(60_000, 64)
+tree, rows = DciTree(64, refine_passes=0), keys(150_000, 64)
 tree.insert(rows)
 long = lambda: tree.insert(rows[1:])
 check = tree.check
@@ -131,7 +131,7 @@ def test_ctrl_c_ends_a_long_call_and_leaves_no_trace(name):
     )
     with child:
         assert child.stdout.readline() == "started\n", child.stderr.read()
-        time.sleep(0.7)
+        time.sleep(0.3)
         child.send_signal(signal.SIGINT)
         sent = time.monotonic()
         line, took = child.stdout.readline(), time.monotonic() - sent

@@ -96,9 +96,10 @@ def test_a_file_is_read_in_every_format(tmp_path, kv):
         ({"v": np.zeros((3, 701, 16), np.float32)}, "k and v must have one shape"),
         ({"q": np.zeros((6, 4, 8), np.float32)}, "k and v must have one shape"),
         ({"q": np.zeros((5, 4, 16), np.float32)}, "a multiple of k's heads"),
-        ({"q": np.zeros((6, 0, 16), np.float32)}, "k and v must have one shape"),
+        ({"q": np.zeros((6, 0, 16), np.float32)}, "q is empty"),
         ({"q": np.zeros((6, 701, 16), np.float32)}, "no more queries than keys"),
         ({"q": np.full((6, 4, 16), np.nan, np.float32)}, "not finite"),
+        ({"k": np.full((3, 700, 16), 1e16, np.float32)}, "above 1e"),
         ({x: np.zeros((3, 99, 16), np.float32) for x in "kv"}, "at least 256 keys"),
     ],
 )
@@ -107,6 +108,16 @@ def test_a_bad_file_is_refused(tmp_path, change, message):
     np.savez(tmp_path / "bad.npz", **content)
     with pytest.raises(EvalError, match=message):
         read_heads(tmp_path / "bad.npz")
+
+
+def test_a_file_of_nothing_and_one_of_sparse_rows_are_refused(tmp_path):
+    (tmp_path / "empty.pt").write_bytes(b"")
+    with pytest.raises(EvalError, match="cannot read"):
+        read_heads(tmp_path / "empty.pt")
+    rows = {name: torch.from_numpy(x) for name, x in arrays().items()}
+    torch.save({**rows, "k": rows["k"].to_sparse()}, tmp_path / "sparse.pt")
+    with pytest.raises(EvalError, match="plain tensor"):
+        read_heads(tmp_path / "sparse.pt")
 
 
 @pytest.mark.parametrize("name", ["missing.npz", "broken.npz", "broken.pt", "broken.safetensors"])

@@ -260,6 +260,20 @@ def test_without_a_tail_the_answer_is_attention_to_the_selected(kind, data, budg
             assert_close(out[heads], want, problem.v)
 
 
+@pytest.mark.parametrize("factor", [1e4, 1e6, 1e12])
+@pytest.mark.parametrize("kind", ["numpy-f32", "torch-bf16"])
+def test_one_key_far_longer_than_all_others_gives_numbers(kind, factor):
+    # The rounded mean of a node that holds it lies far above every key below the node.
+    for seed in range(8):
+        problem = make_problem(kind, kv_heads=1, group=2, dim=16, n=2000, seed=seed)
+        problem.k[:, 1000] *= factor
+        layer = prefilled(problem, problem.n - 1, token_budget=16)
+        out = layer.decode(*problem.rows(problem.n - 1, problem.n))
+        stats = layer.stats()
+        assert np.isfinite(tensor(out).float().numpy()).all(), seed
+        assert 0 <= stats.mass_exact <= 1 + 1e-5 and np.isfinite(stats.error_estimate), seed
+
+
 def test_the_summary_of_the_rest_beats_dropping_it_and_a_budget_helps():
     problem = make_problem("numpy-f32", kv_heads=2, group=2, dim=32, n=3000, seed=1)
     n = problem.n - 30

@@ -50,7 +50,10 @@ HeadDimOption = Annotated[int, typer.Option("--head-dim", min=1, help="Elements 
 TokensOption = Annotated[str, typer.Option("--tokens", help="Lengths, 256 or more.")]
 DtypeOption = Annotated[str, typer.Option("--dtype", help="f32, f16 or bf16.")]
 ThreadsOption = Annotated[
-    int, typer.Option("--threads", min=1, help="Of icecache, and of what it is compared with.")
+    int,
+    typer.Option(
+        "--threads", min=1, max=1024, help="Of icecache, and of what it is compared with."
+    ),
 ]
 KvOption = Annotated[
     Path | None,

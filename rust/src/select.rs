@@ -51,7 +51,7 @@ pub struct Selection {
 
     frontier: Frontier,
     priorities: Vec<f32>,
-    level_weights: Vec<f32>,
+    level_logits: Vec<f32>,
     log_counts: Vec<f32>,
     radii: Vec<f32>,
     raised: Vec<f32>,
@@ -353,21 +353,21 @@ impl Selection {
         part.keys_read = false;
         part.nodes.clear();
         part.nodes.extend_from_slice(nodes);
+        self.tail_nodes += nodes.len() - opened.len();
+        // All of the level, in which the opened weigh nothing. Nor do they count for the maximum:
+        // the mean of an opened node may lie far above all that is below it, by rounding alone.
+        std::mem::swap(&mut part.weights, &mut self.level_logits);
+        for (q, row) in part.weights.chunks_exact_mut(nodes.len()).enumerate() {
+            for &place in opened {
+                row[place as usize] = f32::NEG_INFINITY;
+            }
+            let high = simd::max(row).max(self.max[q]);
+            self.base[q] *= (self.max[q] - high).exp();
+            self.max[q] = high;
+            self.base[q] += simd::exp(row, high);
+        }
         part.max.clear();
         part.max.extend_from_slice(&self.max);
-        self.tail_nodes += nodes.len() - opened.len();
-        // All of the level, in which the opened weigh nothing.
-        std::mem::swap(&mut part.weights, &mut self.level_weights);
-        for (weights, base) in part
-            .weights
-            .chunks_exact_mut(nodes.len())
-            .zip(&mut self.base)
-        {
-            opened
-                .iter()
-                .for_each(|&place| weights[place as usize] = 0.0);
-            *base += simd::sum(weights);
-        }
     }
 
     /// Takes the faint nodes out of the tail: those that hold, over all queries, less than
@@ -464,12 +464,12 @@ impl Priority for GroupMass<'_> {
     fn score(&mut self, level: &Level, nodes: &[NodeId], out: &mut Vec<f32>) {
         let s = &mut *self.selection;
         let (n, dim) = (nodes.len(), level.keys.dim());
-        s.level_weights.resize(s.max.len() * n, 0.0);
+        s.level_logits.resize(s.max.len() * n, 0.0);
         simd::dots(
             self.queries,
             level.keys.rows(),
             Some(nodes),
-            &mut s.level_weights,
+            &mut s.level_logits,
             n,
         );
         s.log_counts.clear();
@@ -485,17 +485,17 @@ impl Priority for GroupMass<'_> {
         out.clear();
         out.resize(n, 0.0);
         for q in 0..s.max.len() {
-            let row = &mut s.level_weights[q * n..][..n];
+            let row = &mut s.level_logits[q * n..][..n];
             let high = simd::shift(row, 1.0, &s.log_counts, s.offsets[q]).max(s.max[q]);
-            s.base[q] *= (s.max[q] - high).exp();
-            s.max[q] = high;
+            s.raised.clear();
+            s.raised.extend_from_slice(row);
+            let sum = s.base[q] * (s.max[q] - high).exp() + simd::exp(&mut s.raised, high);
             // The rank: the same logits, raised, under a maximum of their own.
             let query = &self.queries[q * dim..][..dim];
             let deviation = SPREAD_WEIGHT * norm(query) / (dim as f32).sqrt();
             s.raised.clear();
             s.raised.extend_from_slice(row);
             let top = simd::shift(&mut s.raised, deviation, &s.radii, 0.0).max(high);
-            let sum = s.base[q] + simd::exp(row, high);
             simd::exp(&mut s.raised, top);
             let share = (top - high).min(MOST_RAISE).exp() / sum;
             simd::shift(out, share, &s.raised, 0.0);

@@ -26,6 +26,8 @@ _STRIDE = 11
 """Between the heads of a layer, so that they come from several real layers."""
 _FEWEST = 256
 """Rows of a file."""
+_LARGEST = 1e15
+"""Of elements that the core takes."""
 
 
 @dataclass(frozen=True)
@@ -125,12 +127,18 @@ def read_heads(path: Path) -> Heads:
         array = arrays[name]
         if not isinstance(array, torch.Tensor) or not array.is_floating_point() or array.ndim != 3:
             raise EvalError(f"{path}: {name} must be floats [heads, positions, head_dim]")
-        if not array.isfinite().all():
-            raise EvalError(f"{path}: {name} has elements that are not finite")
-        rows[name] = array.float()
+        if array.layout != torch.strided or array.device.type != "cpu":
+            raise EvalError(f"{path}: {name} must be a plain tensor, got {array.layout}")
+        rows[name] = array.detach().float()
+        if 0 in array.shape:
+            raise EvalError(f"{path}: {name} is empty, got {list(array.shape)}")
+        if not rows[name].abs().max() <= _LARGEST:  # nor NaN
+            raise EvalError(
+                f"{path}: {name} has elements that are not finite or above {_LARGEST:g}"
+            )
     k, v, q = rows["k"], rows["v"], rows["q"]
     shapes = f"k {list(k.shape)}, v {list(v.shape)}, q {list(q.shape)}"
-    if k.shape != v.shape or k.shape[2] != q.shape[2] or 0 in (*k.shape, *q.shape):
+    if k.shape != v.shape or k.shape[2] != q.shape[2]:
         raise EvalError(f"{path}: k and v must have one shape, and q their head_dim; got {shapes}")
     if len(q) % len(k):
         raise EvalError(f"{path}: q must have a multiple of k's heads; got {shapes}")
@@ -159,7 +167,8 @@ def _read(path: Path) -> dict[str, Any]:
     except EvalError:
         raise
     except Exception as error:  # three libraries, each with its own
-        raise EvalError(f"cannot read {path}: {str(error).strip().splitlines()[0]}") from error
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise EvalError(f"cannot read {path}: {lines[0]}") from error
     raise EvalError(f"{path} must end in .npz, .pt or .safetensors")
 
 

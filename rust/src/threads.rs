@@ -116,9 +116,7 @@ impl<'a> Workers<'a> {
             work(i, &mut item);
         })
     }
-}
 
-impl<'a> Workers<'a> {
     /// [`Workers::for_each_mut`] for work that is itself parallel: `work(i, item, workers)` gets the
     /// threads that are left for it. As many items as there are threads run side by side, with one
     /// thread each; a rest of fewer runs one by one, with all threads. Calls inside of each other

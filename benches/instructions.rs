@@ -9,7 +9,7 @@
 //! thread. callgrind knows AVX2 at most, and takes minutes for 36,864 tokens.
 
 use icecache::random::Random;
-use icecache::rows::{Dtype, RowStore};
+use icecache::rows::{Dtype, ElementsMut, RowStore};
 use icecache::{Layer, Options, Shape};
 use std::hint::black_box;
 use std::sync::atomic::AtomicBool;
@@ -51,7 +51,9 @@ fn build(layer: &mut Layer, keys: &RowStore, values: &RowStore) {
 #[inline(never)]
 fn step(layer: &mut Layer, queries: &[RowStore], out: &mut [f32]) {
     let q: Vec<_> = queries.iter().map(RowStore::strided).collect();
-    layer.attend(&q, out).expect("the queries fit the layer");
+    layer
+        .attend(&q, ElementsMut::F32(out))
+        .expect("the queries fit the layer");
 }
 
 fn main() {

@@ -29,7 +29,7 @@ class Layer:
         v: npt.NDArray[Any],
         dtype: str,
         q: npt.NDArray[Any] | None = None,
-        out: npt.NDArray[np.float32] | None = None,
+        out: npt.NDArray[Any] | None = None,
     ) -> None: ...
     def validate(
         self, q: npt.NDArray[Any], k: npt.NDArray[Any], v: npt.NDArray[Any], dtype: str
@@ -40,11 +40,11 @@ class Layer:
         k: npt.NDArray[Any],
         v: npt.NDArray[Any],
         dtype: str,
-        out: npt.NDArray[np.float32],
+        out: npt.NDArray[Any],
     ) -> None: ...
     def append(self, k: npt.NDArray[Any], v: npt.NDArray[Any], dtype: str) -> None: ...
     def attend(
-        self, q: npt.NDArray[Any], dtype: str, out: npt.NDArray[np.float32], exact: bool
+        self, q: npt.NDArray[Any], dtype: str, out: npt.NDArray[Any], exact: bool
     ) -> None: ...
     def crop(self, n: int) -> None: ...
     def reset(self) -> None: ...

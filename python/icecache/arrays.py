@@ -95,18 +95,8 @@ def same_dtype(**operands: Operand) -> str:
     return dtypes.pop()
 
 
-def result(out: npt.NDArray[np.float32], like: Array) -> Array:
-    """An output in the kind and dtype of `like`."""
-    if is_tensor(like):
-        import torch
-
-        return torch.from_numpy(out).to(like.dtype)
-    return out if like.dtype == np.float32 else out.astype(like.dtype)
-
-
-def stored(flat: npt.NDArray[Any], dtype: str, tensors: bool, shape: tuple[int, ...]) -> Array:
-    """Rows that the core gives back, as a tensor or an array."""
-    array = flat.reshape(shape)
+def given_back(array: npt.NDArray[Any], dtype: str, tensors: bool) -> Array:
+    """What the core wrote or gives back (bf16 as uint16), as a tensor or an array; no copy."""
     if tensors:
         import torch
 

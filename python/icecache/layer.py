@@ -8,13 +8,13 @@ decode:  store, attend to sink, window and the tokens that the index finds, merg
 from __future__ import annotations
 
 import threading
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
 
 from . import _icecache
-from .arrays import Array, Operand, is_tensor, operand, result, same_dtype, stored
+from .arrays import Array, Operand, given_back, is_tensor, operand, same_dtype
 from .config import IceConfig, require_int, require_real
 from .sdpa import attend_causal
 from .stats import LayerStats
@@ -94,7 +94,7 @@ class LayerCache:
             else:
                 rows = self._output(queries)
                 self._core.prefill(keys.array, values.array, dtype, queries.array, rows)
-                out = result(rows, q)
+                out = given_back(rows, dtype, is_tensor(q))
             self._tensors = is_tensor(k)
         return out
 
@@ -107,7 +107,7 @@ class LayerCache:
         with self._lock:
             self._core.decode(queries.array, keys.array, values.array, dtype, out)
             self._tensors = is_tensor(k)
-        return result(out, q)
+        return given_back(out, dtype, is_tensor(q))
 
     def append(self, k: Array, v: Array) -> None:
         """Appends positions as `decode` does, without attending."""
@@ -134,7 +134,8 @@ class LayerCache:
             keys, values = self._core.gather()
             dtype, tensors = self.dtype or "f32", self._tensors
             shape = (self.num_kv_heads, self.seq_len, self.head_dim)
-        return stored(keys, dtype, tensors, shape), stored(values, dtype, tensors, shape)
+        keys, values = keys.reshape(shape), values.reshape(shape)
+        return given_back(keys, dtype, tensors), given_back(values, dtype, tensors)
 
     def crop(self, n: int) -> None:
         """Keeps the first `n` tokens.
@@ -190,10 +191,11 @@ class LayerCache:
         out = self._output(queries)
         with self._lock:
             self._core.attend(queries.array, queries.dtype, out, exact)
-        return result(out, q)
+        return given_back(out, queries.dtype, is_tensor(q))
 
-    def _output(self, queries: Operand) -> npt.NDArray[np.float32]:
-        return np.empty((self.num_q_heads, queries.array.shape[1], self.head_dim), np.float32)
+    def _output(self, queries: Operand) -> npt.NDArray[Any]:
+        shape = (self.num_q_heads, queries.array.shape[1], self.head_dim)
+        return np.empty(shape, queries.array.dtype)
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(

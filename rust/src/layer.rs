@@ -4,7 +4,7 @@ use crate::config::Options;
 use crate::error::{Error, LARGEST_ELEMENT, Result};
 use crate::head::{Head, Scratch, Step};
 use crate::ids::KeyId;
-use crate::rows::{Buffer, Dtype, Elements, Strided, to_f32};
+use crate::rows::{Buffer, Dtype, Elements, ElementsMut, Strided, to_f32};
 use crate::threads::Workers;
 use std::cell::RefCell;
 use std::sync::atomic::AtomicBool;
@@ -15,6 +15,9 @@ const EXACT_POSITIONS: usize = 4;
 /// Seconds of work, by the last step, that are worth a thread: it has to wake up, and on the cores of a
 /// model's own threads it waits for these to stop spinning.
 const LEAST_SHARE: f32 = 0.4e-3;
+
+/// Seconds that one token takes to get into the tree of one head.
+const INSERTION: f32 = 12e-6;
 
 /// Elements of a scaled query that are so large make a softmax of one key, or of equal ones.
 const LARGEST_QUERY: f32 = 1e30;
@@ -108,7 +111,7 @@ impl Layer {
         &mut self,
         k: &Heads<'_>,
         v: &Heads<'_>,
-        q: Option<(&Heads<'_>, &mut [f32])>,
+        q: Option<(&Heads<'_>, ElementsMut<'_>)>,
         cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
@@ -141,18 +144,18 @@ impl Layer {
     }
 
     /// Decode. Appends one position or more and attends sparsely, each position for itself and to
-    /// nothing after it. `out` is [q_heads, positions, head_dim].
+    /// nothing after it. `out` is [q_heads, positions, head_dim], of any dtype.
     pub fn decode(
         &mut self,
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
-        out: &mut [f32],
+        out: ElementsMut<'_>,
         cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         self.check_queries(q, n)?;
-        self.check_output(n, out)?;
+        self.check_output(n, &out)?;
         let first = self.seq_len();
         self.grow(k[0].dtype(), |layer| {
             let workers = layer.workers(cancelled);
@@ -167,7 +170,10 @@ impl Layer {
     pub fn append(&mut self, k: &Heads<'_>, v: &Heads<'_>, cancelled: &AtomicBool) -> Result<()> {
         let n = self.check_new(k, v)?;
         self.grow(k[0].dtype(), |layer| {
-            let workers = layer.workers(cancelled);
+            let busy = INSERTION * (n * layer.heads.len()) as f32;
+            let workers = layer
+                .workers(cancelled)
+                .at_most((busy / LEAST_SHARE) as usize);
             layer.each_head(workers, |h, head, options, workers| {
                 (0..n).try_for_each(|i| {
                     workers.check()?;
@@ -178,8 +184,8 @@ impl Layer {
     }
 
     /// Attends sparsely with the queries of the last stored positions.
-    pub fn attend(&mut self, q: &Heads<'_>, out: &mut [f32]) -> Result<()> {
-        let n = self.check_last("attend", q, out)?;
+    pub fn attend(&mut self, q: &Heads<'_>, out: ElementsMut<'_>) -> Result<()> {
+        let n = self.check_last("attend", q, &out)?;
         let most = self.heads.iter().map(|head| match head.tree() {
             Some(_) => head.window_len(),
             None => head.len(),
@@ -201,10 +207,10 @@ impl Layer {
     pub fn attend_exact(
         &mut self,
         q: &Heads<'_>,
-        out: &mut [f32],
+        out: ElementsMut<'_>,
         cancelled: &AtomicBool,
     ) -> Result<()> {
-        self.check_last("attend_exact", q, out)?;
+        self.check_last("attend_exact", q, &out)?;
         self.exact(q, out, self.workers(cancelled))
     }
 
@@ -239,12 +245,12 @@ impl Layer {
         &mut self,
         q: &Heads<'_>,
         n: usize,
-        out: &mut [f32],
+        out: ElementsMut<'_>,
         workers: Workers<'_>,
         ready: impl Fn(&mut Head, usize, usize, &Options) -> Result<usize> + Sync,
     ) -> Result<()> {
         let (group, dim) = (self.group(), self.shape.head_dim);
-        let outputs = out.chunks_mut((group * n * dim).max(1));
+        let outputs = out.chunks((group * n * dim).max(1));
         let busy: f32 = self.last_steps().map(|step| step.times.total()).sum();
         let workers = match busy > 0.0 {
             true => workers.at_most((busy * n as f32 / LEAST_SHARE) as usize),
@@ -270,7 +276,7 @@ impl Layer {
                         head.step_sparse(&queries, visible, options, scratch, &mut result);
                     }
                     for (g, row) in result.chunks_exact(dim).enumerate() {
-                        out[(g * n + i) * dim..][..dim].copy_from_slice(row);
+                        out.write((g * n + i) * dim, row);
                     }
                 }
             });
@@ -280,7 +286,7 @@ impl Layer {
     }
 
     /// Exact attention of the last positions, in parallel over heads and blocks of positions.
-    fn exact(&self, q: &Heads<'_>, out: &mut [f32], workers: Workers<'_>) -> Result<()> {
+    fn exact(&self, q: &Heads<'_>, mut out: ElementsMut<'_>, workers: Workers<'_>) -> Result<()> {
         let (group, dim, n) = (self.group(), self.shape.head_dim, q[0].len);
         let first = self.seq_len() - n;
         let blocks = n.div_ceil(EXACT_POSITIONS);
@@ -308,7 +314,7 @@ impl Layer {
             let rows = result.len() / (group * dim);
             for g in 0..group {
                 let to = ((h * group + g) * n + from) * dim;
-                out[to..][..rows * dim].copy_from_slice(&result[g * rows * dim..][..rows * dim]);
+                out.write(to, &result[g * rows * dim..][..rows * dim]);
             }
         }
         Ok(())
@@ -414,7 +420,7 @@ impl Layer {
         self.check_array("q", q, self.shape.q_heads, n, None)
     }
 
-    fn check_output(&self, n: usize, out: &[f32]) -> Result<()> {
+    fn check_output(&self, n: usize, out: &ElementsMut<'_>) -> Result<()> {
         let elements = self.shape.q_heads * n * self.shape.head_dim;
         if out.len() == elements {
             return Ok(());
@@ -427,7 +433,12 @@ impl Layer {
     }
 
     /// Checks queries of the last stored positions; returns how many positions they are.
-    fn check_last(&self, call: &'static str, q: &Heads<'_>, out: &[f32]) -> Result<usize> {
+    fn check_last(
+        &self,
+        call: &'static str,
+        q: &Heads<'_>,
+        out: &ElementsMut<'_>,
+    ) -> Result<usize> {
         let n = q.first().map_or(0, |head| head.len);
         self.check_queries(q, n.max(1))?;
         self.check_output(n, out)?;

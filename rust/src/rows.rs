@@ -135,6 +135,38 @@ impl<'a> Elements<'a> {
     }
 }
 
+/// Elements of a caller's array, to be written.
+#[derive(Debug)]
+pub enum ElementsMut<'a> {
+    F32(&'a mut [f32]),
+    F16(&'a mut [f16]),
+    Bf16(&'a mut [bf16]),
+}
+
+impl<'a> ElementsMut<'a> {
+    pub fn len(&self) -> usize {
+        typed!(ElementsMut, self, x => x.len())
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    /// Parts of `size` elements, one after the other.
+    pub fn chunks(self, size: usize) -> Vec<Self> {
+        match self {
+            Self::F32(x) => x.chunks_mut(size).map(Self::F32).collect(),
+            Self::F16(x) => x.chunks_mut(size).map(Self::F16).collect(),
+            Self::Bf16(x) => x.chunks_mut(size).map(Self::Bf16).collect(),
+        }
+    }
+
+    /// Writes `row`, rounded, from `at` on.
+    pub fn write(&mut self, at: usize, row: &[f32]) {
+        typed!(ElementsMut, self, x => Element::round(row, &mut x[at..at + row.len()]));
+    }
+}
+
 /// Contiguous rows of `dim` elements each.
 #[derive(Debug, Clone, Copy)]
 pub struct Rows<'a> {

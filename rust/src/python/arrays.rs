@@ -1,9 +1,13 @@
 //! NumPy arrays as rows, without a copy. bf16 crosses as a uint16 view beside its dtype's name.
 
 use crate::layer::Heads;
-use crate::rows::{Dtype, Elements, Strided};
+use crate::rows::{Dtype, Elements, ElementsMut, Strided};
+use half::slice::HalfBitsSliceExt;
 use half::{bf16, f16};
-use numpy::{Element, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyUntypedArrayMethods};
+use numpy::{
+    Element, PyArrayDyn, PyArrayMethods, PyReadonlyArrayDyn, PyReadwriteArrayDyn,
+    PyUntypedArrayMethods,
+};
 use pyo3::exceptions::{PyTypeError, PyValueError};
 use pyo3::prelude::*;
 
@@ -34,6 +38,32 @@ impl<'py> Array<'py> {
     }
 }
 
+/// A borrowed array to be written, contiguous.
+pub enum Output<'py> {
+    F32(PyReadwriteArrayDyn<'py, f32>),
+    F16(PyReadwriteArrayDyn<'py, f16>),
+    Bf16(PyReadwriteArrayDyn<'py, u16>),
+}
+
+impl<'py> Output<'py> {
+    /// `dtype`: "f32", "f16" or "bf16" (then the array is the uint16 view).
+    pub fn new(array: &Bound<'py, PyAny>, dtype: &str) -> PyResult<Self> {
+        Ok(match dtype_named(dtype)? {
+            Dtype::F32 => Self::F32(borrow_mut(array)?),
+            Dtype::F16 => Self::F16(borrow_mut(array)?),
+            Dtype::Bf16 => Self::Bf16(borrow_mut(array)?),
+        })
+    }
+
+    pub fn elements(&mut self) -> PyResult<ElementsMut<'_>> {
+        Ok(match self {
+            Self::F32(array) => ElementsMut::F32(array.as_slice_mut()?),
+            Self::F16(array) => ElementsMut::F16(array.as_slice_mut()?),
+            Self::Bf16(array) => ElementsMut::Bf16(array.as_slice_mut()?.reinterpret_cast_mut()),
+        })
+    }
+}
+
 pub fn dtype_named(name: &str) -> PyResult<Dtype> {
     Dtype::from_name(name)
         .ok_or_else(|| PyTypeError::new_err(format!("dtype must be f32, f16 or bf16, got {name}")))
@@ -43,8 +73,11 @@ fn borrow<'py, T: Element>(array: &Bound<'py, PyAny>) -> PyResult<PyReadonlyArra
     Ok(array.cast::<PyArrayDyn<T>>()?.try_readonly()?)
 }
 
+fn borrow_mut<'py, T: Element>(array: &Bound<'py, PyAny>) -> PyResult<PyReadwriteArrayDyn<'py, T>> {
+    Ok(array.cast::<PyArrayDyn<T>>()?.try_readwrite()?)
+}
+
 fn as_bf16(bits: &[u16]) -> &[bf16] {
-    use half::slice::HalfBitsSliceExt;
     bits.reinterpret_cast()
 }
 

@@ -1,6 +1,6 @@
 //! `Layer`: what `icecache.LayerCache` is made of. Python checks kinds and dtypes of arrays.
 
-use super::arrays::Array;
+use super::arrays::{Array, Output};
 use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::head::Times;
@@ -8,7 +8,7 @@ use crate::layer::{Layer, Shape};
 use crate::rows::{Buffer, Dtype, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
 use half::vec::HalfFloatVecExt;
-use numpy::{IntoPyArray, PyArray3, PyArrayMethods};
+use numpy::IntoPyArray;
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Mutex;
@@ -20,7 +20,6 @@ pub struct PyLayer(Mutex<Layer>);
 const FEW: usize = 32;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
-type Out<'a, 'py> = &'a Bound<'py, PyArray3<f32>>;
 
 #[pymethods]
 impl PyLayer {
@@ -51,14 +50,14 @@ impl PyLayer {
         v: Any<'_, '_>,
         dtype: &str,
         q: Option<Any<'_, '_>>,
-        out: Option<Out<'_, '_>>,
+        out: Option<Any<'_, '_>>,
     ) -> PyResult<()> {
         let (k, v) = (Array::new(k, dtype)?, Array::new(v, dtype)?);
         let q = q.map(|q| Array::new(q, dtype)).transpose()?;
         let (k, v) = (k.heads()?, v.heads()?);
         let q = q.as_ref().map(Array::heads).transpose()?;
-        let mut out = out.map(|out| out.try_readwrite()).transpose()?;
-        let out = out.as_mut().map(|out| out.as_slice_mut()).transpose()?;
+        let mut out = out.map(|out| Output::new(out, dtype)).transpose()?;
+        let out = out.as_mut().map(Output::elements).transpose()?;
         let attention = q.as_ref().zip(out);
         let long = k.first().is_some_and(|head| head.len > 1);
         interruptible(py, &self.0, long, |layer, cancelled| {
@@ -91,7 +90,7 @@ impl PyLayer {
         k: Any<'_, '_>,
         v: Any<'_, '_>,
         dtype: &str,
-        out: Out<'_, '_>,
+        out: Any<'_, '_>,
     ) -> PyResult<()> {
         let [q, k, v] = [
             Array::new(q, dtype)?,
@@ -99,8 +98,8 @@ impl PyLayer {
             Array::new(v, dtype)?,
         ];
         let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
-        let mut out = out.try_readwrite()?;
-        let out = out.as_slice_mut()?;
+        let mut out = Output::new(out, dtype)?;
+        let out = out.elements()?;
         let long = k.first().is_some_and(|head| head.len > FEW);
         interruptible(py, &self.0, long, |layer, cancelled| {
             layer.decode(&q, &k, &v, out, cancelled)
@@ -122,13 +121,13 @@ impl PyLayer {
         py: Python<'_>,
         q: Any<'_, '_>,
         dtype: &str,
-        out: Out<'_, '_>,
+        out: Any<'_, '_>,
         exact: bool,
     ) -> PyResult<()> {
         let q = Array::new(q, dtype)?;
         let q = q.heads()?;
-        let mut out = out.try_readwrite()?;
-        let out = out.as_slice_mut()?;
+        let mut out = Output::new(out, dtype)?;
+        let out = out.elements()?;
         let long = exact && q.first().is_some_and(|head| head.len > 1);
         interruptible(py, &self.0, long, |layer, cancelled| {
             if exact {

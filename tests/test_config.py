@@ -198,7 +198,24 @@ def test_long_trees_open_less_and_score_more_unless_told_otherwise():
         )
     )
     assert opened - default > 40_000 / 6 * 0.3
-    assert 300 < default - scored < 700 and opened - both == pytest.approx(default - scored, abs=50)
+    more = 512 * ((40_000 / 8192) ** 0.55 - 1)
+    assert default - scored == pytest.approx(more, abs=60)
+    assert opened - both == pytest.approx(more, abs=60)
+
+
+def test_very_long_trees_score_no_more_lowest_upper_nodes():
+    n = 262_144
+    problem = make_problem("numpy-f32", kv_heads=1, group=1, dim=4, n=n)
+
+    def step(open_fraction):
+        layer = LayerCache(1, 1, 4, IceConfig(open_fraction=open_fraction))
+        layer.prefill(problem.k, problem.v)
+        layer.attend(problem.q[:, -1:])
+        return layer.stats()
+
+    default, whole = step(None), step(0.75 * 32**-0.77)
+    fewer = whole.key_rows_read - default.key_rows_read
+    assert fewer == pytest.approx(0.5 * whole.nodes_per_level[1], rel=0.2)
 
 
 @pytest.mark.parametrize(

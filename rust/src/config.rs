@@ -34,12 +34,14 @@ const LEAST_CANDIDATES: usize = 256;
 /// Unless the options say otherwise, a step opens `BASE_SHARE` of the lowest upper nodes and scores
 /// `BASE_FACTOR` times the budget up to so many tokens. Beyond, it opens a smaller share and scores
 /// more candidates, so that the rows it reads grow about as the square root of the length while the
-/// error hardly does (docs/findings.md).
+/// error hardly does (docs/findings.md). Beyond `WHOLE_LENGTH` it scores only as many of the lowest
+/// upper nodes as there are at that length.
 const BASE_LENGTH: usize = 8192;
 const BASE_SHARE: f32 = 0.75;
 const BASE_FACTOR: f32 = 8.0;
-const OPEN_POWER: f32 = -0.8;
-const CANDIDATES_POWER: f32 = 0.45;
+const OPEN_POWER: f32 = -0.77;
+const CANDIDATES_POWER: f32 = 0.55;
+const WHOLE_LENGTH: usize = 131_072;
 
 /// Shape of a tree.
 #[derive(Debug, Clone, PartialEq)]
@@ -159,6 +161,14 @@ impl Options {
     pub fn open_share(&self, tokens: usize) -> f32 {
         self.open_fraction
             .unwrap_or_else(|| BASE_SHARE * beyond_base(tokens).powf(OPEN_POWER))
+    }
+
+    /// Share of the lowest upper level of a tree of so many tokens that a step scores.
+    pub fn scored_share(&self, tokens: usize) -> f32 {
+        match self.open_fraction {
+            Some(_) => 1.0,
+            None => WHOLE_LENGTH as f32 / tokens.max(WHOLE_LENGTH) as f32,
+        }
     }
 }
 

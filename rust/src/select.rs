@@ -150,6 +150,7 @@ impl Selection {
             queries,
             candidates: options.candidates(tree.len),
             open_share: options.open_share(tree.len),
+            scored_share: options.scored_share(tree.len),
         };
         descend(&tree.levels, 0, &mut mass, &mut frontier);
         self.key_rows += frontier.scored;
@@ -456,8 +457,10 @@ struct GroupMass<'a> {
     selection: &'a mut Selection,
     queries: &'a [f32],
     candidates: usize,
-    /// Share of the lowest upper level to open; levels above it are opened whole.
+    /// Share of the lowest upper level to open.
     open_share: f32,
+    /// Share of the level above that to open; levels above both are opened whole.
+    scored_share: f32,
 }
 
 impl Priority for GroupMass<'_> {
@@ -503,10 +506,13 @@ impl Priority for GroupMass<'_> {
     }
 
     fn open(&mut self, depth: usize, level: &Level, nodes: &[NodeId], order: &mut Order) -> usize {
-        if depth > 1 {
-            return nodes.len();
+        let all = level.len() as f32;
+        match depth {
+            1 => (),
+            2 => return (self.scored_share * all).ceil() as usize,
+            _ => return nodes.len(),
         }
-        let share = (self.open_share * nodes.len() as f32).ceil() as usize;
+        let share = (self.open_share * all).ceil() as usize;
         let enough = order.count_until(self.candidates, |place| {
             level.scalars[nodes[place] as usize].count as usize
         });

@@ -114,7 +114,7 @@ def recorded(model: PreTrainedModel, **options: Any) -> tuple[IceCache, dict[int
     stores: dict[int, Recorded] = {}
     config = IceConfig(**{**WHOLE, **options})
 
-    def make(*, num_q_heads, num_kv_heads, head_dim, scale, layer_index):  # type: ignore[no-untyped-def]
+    def make(*, num_q_heads, num_kv_heads, head_dim, scale, layer_index, device):  # type: ignore[no-untyped-def]
         inner = LayerCache(
             num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index
         )
@@ -332,6 +332,7 @@ def test_the_softmax_scale_is_the_models() -> None:
 
     forward(model, tokens(5), IceCache(model, layer_factory=make))
     heads = dict(num_q_heads=4, num_kv_heads=2, head_dim=16, scale=24**-0.5)
+    heads["device"] = torch.device("cpu")
     assert seen == [heads | {"layer_index": 1}, heads | {"layer_index": 3}]
 
 

@@ -56,7 +56,10 @@ class LayerStore(Protocol):
 
 
 class StoreFactory(Protocol):
-    """Makes the store of one layer, when its first query shows the shapes."""
+    """Makes the store of one layer, when its first query shows the shapes.
+
+    device: where the queries are, and what is attended.
+    """
 
     def __call__(
         self,
@@ -66,6 +69,7 @@ class StoreFactory(Protocol):
         head_dim: int,
         scale: float | None,
         layer_index: int,
+        device: torch.device,
     ) -> LayerStore: ...
 
 
@@ -168,6 +172,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 head_dim=k.shape[2],
                 scale=scale,
                 layer_index=self.index,
+                device=q.device,
             )
             self._scale = scale
         elif scale != self._scale:

@@ -151,7 +151,13 @@ def _plain(make: Callable[[], Any], rows: Stored) -> AbstractContextManager[Any]
 
 def _ours(model: Any, config: IceConfig, rows: Stored) -> AbstractContextManager[Any]:
     def filled(
-        *, num_q_heads: int, num_kv_heads: int, head_dim: int, scale: float | None, layer_index: int
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None,
+        layer_index: int,
+        device: torch.device,
     ) -> LayerCache:
         layer = LayerCache(
             num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index

@@ -89,7 +89,14 @@ class Decoder:
         self._probes: list[Probe] = []
         factory = run.factory(**options)
 
-        def filled(*, num_q_heads: int, scale: float | None, layer_index: int, **shape: int) -> Any:
+        def filled(
+            *,
+            num_q_heads: int,
+            scale: float | None,
+            layer_index: int,
+            device: torch.device,
+            **shape: int,
+        ) -> Any:
             layer: LayerLike = factory(
                 num_q_heads=num_q_heads, scale=scale, layer_index=layer_index, **shape
             )

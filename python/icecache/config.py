@@ -78,6 +78,9 @@ class IceConfig:
     """First layers of a model whose attention stays full."""
     dense_below: int = 1024
     """Sequence length under which attention is simply full."""
+    device_tokens: int | None = None
+    """Tokens per KV head, besides sink and window, that stay on a GPU; None means four times what a
+    step selects at most (`token_budget`; a page, if that is more, with selection "pages")."""
     sparse_max_queries: int = 32
     """Longest forward (in positions) that a model's adapter takes for decoding, not prefill."""
     seed: int = 0
@@ -104,6 +107,8 @@ class IceConfig:
             self._require_int("candidate_factor", 1)
         if self.page_capacity is not None:
             self._require_int("page_capacity", self.page_size)
+        if self.device_tokens is not None:
+            self._require_int("device_tokens", self._most_selected())
         if self.num_threads is not None:
             self._require_int("num_threads", 1)
         if self.open_fraction is not None:
@@ -121,6 +126,10 @@ class IceConfig:
                 raise ValueError(f"{name} must be one of {allowed}, got {value!r}")
         if self.selection == "pages" and self.tail == "summary":
             raise ValueError('selection "pages" attends to whole pages only: tail must be "drop"')
+
+    def _most_selected(self) -> int:
+        page = 2 * self.page_size if self.page_capacity is None else self.page_capacity
+        return self.token_budget if self.selection == "tokens" else max(self.token_budget, page)
 
     def _require_int(self, name: str, low: int) -> None:
         object.__setattr__(self, name, require_int(name, getattr(self, name), low))

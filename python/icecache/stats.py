@@ -36,12 +36,12 @@ class LayerStats:
     key_rows_read: float
     """Last step: keys and mean keys read, mean over KV heads."""
     value_rows_read: float
-    """Last step: values and mean values read, mean over KV heads."""
+    """Last step: values and mean values read (by the CPU), mean over KV heads."""
     mass_exact: float
     """Last step: share of the estimated softmax attended exactly, mean over query heads."""
     error_estimate: float
     """Last step: estimated relative output error, mean over query heads. Single outliers inside
-    nodes that were not opened are invisible to it."""
+    nodes that were not opened are invisible to it. NaN where a device attends."""
     search_ms: float = field(compare=False)
     """Last step, sum over KV heads, which run on `num_threads` threads: the descent."""
     select_ms: float = field(compare=False)
@@ -50,6 +50,22 @@ class LayerStats:
     """Last step, sum over KV heads: exact attention to sink, window and selected tokens."""
     tail_ms: float = field(compare=False)
     """Last step, sum over KV heads: the summary of the rest."""
+    slots: int = 0
+    """Slots per KV head on a device; 0 where attention runs on the CPU."""
+    slot_hits: int = 0
+    """Tokens, over all steps and KV heads, that a step wanted and the device already had."""
+    slot_misses: int = 0
+    """The same of those that had to be sent: a key and a value each."""
+    slot_evictions: int = 0
+    """Tokens that lost their slot to another."""
+    last_slot_hits: int = 0
+    """`slot_hits` of the last call."""
+    last_slot_misses: int = 0
+    """`slot_misses` of the last call."""
+    last_row_bytes: int = 0
+    """Bytes of keys and values that the last call sent."""
+    pack_ms: float = field(default=0.0, compare=False)
+    """Last call: gathering what was sent."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ pub struct Softmax {
     pub max: Vec<f32>,
     pub sum: Vec<f32>,
     /// [queries, value_dim]
-    out: Vec<f32>,
+    pub out: Vec<f32>,
 }
 
 impl Softmax {
@@ -68,8 +68,15 @@ impl Softmax {
         values: Rows<'_>,
         index: &[u32],
     ) {
+        self.merge_weights(weights, stride, index.len(), max);
+        self.add_values(weights, stride, values, Some(index));
+    }
+
+    /// Brings the first `count` of weights, [queries, stride], that were taken under `max` under the
+    /// running maxima, and adds up these. The values are the caller's to add.
+    pub fn merge_weights(&mut self, weights: &mut [f32], stride: usize, count: usize, max: &[f32]) {
         for q in 0..self.max.len() {
-            let row = &mut weights[q * stride..][..index.len()];
+            let row = &mut weights[q * stride..][..count];
             self.raise(q, max[q]);
             let scale = (max[q] - self.max[q]).exp();
             if scale < 1.0 {
@@ -77,7 +84,6 @@ impl Softmax {
             }
             self.sum[q] += simd::sum(row);
         }
-        self.add_values(weights, stride, values, Some(index));
     }
 
     /// Makes `max` the running maximum of query `q` if it is larger.

@@ -31,6 +31,9 @@ const SCAN_BELOW: usize = 16_384;
 /// Scoring fewer keys than this saves less than it loses.
 const LEAST_CANDIDATES: usize = 256;
 
+/// Unless the options say otherwise, a device holds so many times what one position selects at most.
+const DEVICE_FACTOR: usize = 4;
+
 /// Unless the options say otherwise, a step opens `BASE_SHARE` of the lowest upper nodes and scores
 /// `BASE_FACTOR` times the budget up to so many tokens. Beyond, it opens a smaller share and scores
 /// more candidates, so that the rows it reads grow about as the square root of the length while the
@@ -68,6 +71,9 @@ pub struct Options {
     pub selection: Selection,
     pub tail: Tail,
     pub dense_below: usize,
+    /// Token slots per KV head on a device, besides those for sink and window. `None`: as many as
+    /// four positions select at most.
+    pub device_tokens: Option<usize>,
     /// 0: all that the process may use.
     pub num_threads: usize,
     pub tree: TreeOptions,
@@ -99,6 +105,7 @@ impl Default for Options {
             selection: Selection::Tokens,
             tail: Tail::Summary,
             dense_below: 0,
+            device_tokens: None,
             num_threads: 0,
             tree: TreeOptions::default(),
         }
@@ -119,6 +126,8 @@ impl Options {
         at_least("window_tokens", self.window_tokens, 1)?;
         at_least("candidate_factor", self.candidate_factor.unwrap_or(1), 1)?;
         at_least("field_of_view", self.field_of_view, 1)?;
+        let most = self.most_selected();
+        at_least("device_tokens", self.device_tokens.unwrap_or(most), most)?;
         let fraction = self.open_fraction.unwrap_or(1.0);
         if !(fraction > 0.0 && fraction <= 1.0) {
             return Err(Error::Config {
@@ -140,6 +149,20 @@ impl Options {
     /// Tokens that the window keeps when others leave it.
     pub fn window(&self) -> usize {
         self.window_tokens.max(LEAST_WINDOW)
+    }
+
+    /// Most tokens that one position selects: pages are taken whole, the first whatever its length.
+    pub fn most_selected(&self) -> usize {
+        match self.selection {
+            Selection::Tokens => self.token_budget,
+            Selection::Pages => self.token_budget.max(self.tree.page_capacity),
+        }
+    }
+
+    /// Token slots per KV head on a device for what is selected.
+    pub fn device_tokens(&self) -> usize {
+        self.device_tokens
+            .unwrap_or_else(|| self.most_selected().saturating_mul(DEVICE_FACTOR))
     }
 
     /// Keys of a tree of so many tokens scored exactly in one step: so many that a small budget

@@ -54,6 +54,22 @@ pub enum Error {
         most: usize,
         got: usize,
     },
+    /// Slots on a device exist once it is open.
+    #[error("no device is open: call open_device before stage")]
+    NoDevice,
+    /// More positions at once than the slots of a device hold for sure.
+    #[error("stage takes at most {most} positions, as many as device_tokens allows, got {got}")]
+    TooManyPositions { most: usize, got: usize },
+    /// A staging buffer that does not do.
+    #[error("staging must be {expected}, got {got}")]
+    Staging { expected: String, got: String },
+    /// History that is not stored.
+    #[error("history ends after {stored} tokens, got {first} to {end}")]
+    History {
+        stored: usize,
+        first: usize,
+        end: usize,
+    },
     /// Token positions are 32-bit.
     #[error("a sequence holds at most {most} tokens, got {got}")]
     TooLong { most: usize, got: usize },

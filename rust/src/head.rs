@@ -6,9 +6,10 @@
 use crate::attend::Softmax;
 use crate::config::{Options, Selection as Mode, Tail};
 use crate::error::{Error, Result};
-use crate::ids::KeyId;
+use crate::ids::{KeyId, PageId, SlotId};
 use crate::index::FIRST_BULK;
 use crate::pages::Part;
+use crate::residency::Residency;
 use crate::rows::{Dtype, Elements, RowStore, Rows, Strided, norm};
 use crate::select::Selection;
 use crate::simd;
@@ -38,7 +39,8 @@ pub struct Step {
     pub value_rows: usize,
     /// Share of the estimated full softmax that was attended exactly, mean over the query heads.
     pub mass_exact: f32,
-    /// First-order estimate of the relative output error, mean over the query heads.
+    /// First-order estimate of the relative output error, mean over the query heads. NaN where a
+    /// device attends: it takes the output.
     pub error_estimate: f32,
     pub times: Times,
 }
@@ -74,6 +76,31 @@ pub struct Scratch {
     logits: Vec<f32>,
     exact_sum: Vec<f32>,
     errors: Vec<f32>,
+    wanted: Vec<KeyId>,
+    slots: Vec<SlotId>,
+    misses: Vec<(usize, SlotId)>,
+}
+
+impl Scratch {
+    /// What a staged step computed: for each query the maximum, the sum of the weights under it, and
+    /// the weighted sum of the values, [queries, value_dim].
+    pub fn tail(&self) -> (&[f32], &[f32], &[f32]) {
+        (&self.softmax.max, &self.softmax.sum, &self.softmax.out)
+    }
+
+    /// The slots that a staged step attends to.
+    pub fn slots(&self) -> &[SlotId] {
+        &self.slots
+    }
+}
+
+/// Where a head keeps a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Sink(u32),
+    Window(u32),
+    /// Page and row.
+    Tree(PageId, u32),
 }
 
 thread_local! {
@@ -96,6 +123,10 @@ pub struct Head {
     /// Positions selected by the last step.
     selected: Vec<KeyId>,
     step: Step,
+    /// Once a device is open.
+    residency: Option<Residency>,
+    /// What the last staged step has to send, by slot.
+    misses: Vec<(SlotId, Place)>,
 }
 
 impl Head {
@@ -112,6 +143,8 @@ impl Head {
             tree: None,
             selected: Vec::new(),
             step: Step::default(),
+            residency: None,
+            misses: Vec::new(),
         }
     }
 
@@ -277,6 +310,9 @@ impl Head {
             self.selected.clear();
             self.step = Step::default();
         }
+        if let Some(residency) = &mut self.residency {
+            residency.forget_from(n);
+        }
         if n > self.window_start || self.tree.is_none() && n >= self.window_start {
             self.window_keys.truncate(n - self.window_start);
             self.window_values.truncate(n - self.window_start);
@@ -339,6 +375,14 @@ impl Head {
         scratch: &mut Scratch,
         out: &mut [f32],
     ) {
+        self.attend_all(queries, visible, scratch);
+        for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
+            scratch.softmax.finish(q, out);
+        }
+    }
+
+    /// The softmax of [`Head::attend_exact`].
+    fn attend_all(&self, queries: &[f32], visible: &[usize], scratch: &mut Scratch) {
         let Scratch {
             softmax,
             selection,
@@ -411,9 +455,6 @@ impl Head {
                 );
             }
         }
-        for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
-            softmax.finish(q, out);
-        }
     }
 
     /// [`Head::attend_exact`] of one position as a step, with its statistics.
@@ -426,6 +467,11 @@ impl Head {
     ) {
         let group = queries.len() / self.key_dim;
         self.attend_exact(queries, &vec![visible; group], scratch, out);
+        self.count_exact(visible);
+    }
+
+    /// The statistics of a step that attended to everything.
+    fn count_exact(&mut self, visible: usize) {
         self.selected.clear();
         if let Some(tree) = &self.tree {
             let selected = &mut self.selected;
@@ -452,12 +498,77 @@ impl Head {
         scratch: &mut Scratch,
         out: &mut [f32],
     ) {
+        self.select(queries, visible, options, scratch, true);
+        self.add_tail(queries, options, scratch);
+        let Scratch {
+            softmax,
+            exact_sum,
+            errors,
+            ..
+        } = scratch;
+        let group = errors.len();
+        for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
+            softmax.finish(q, out);
+            if self.tree.is_some() {
+                self.step.mass_exact += (exact_sum[q] / softmax.sum[q] - 1.0) / group as f32;
+                let norm = out.iter().map(|x| x * x).sum::<f32>().sqrt();
+                let error = errors[q] / (softmax.sum[q] * norm.max(f32::MIN_POSITIVE));
+                self.step.error_estimate += error / group as f32;
+            }
+        }
+    }
+
+    /// A step of which a device does the exact attention. Afterwards [`Scratch::slots`] are those it
+    /// attends to, [`Head::misses`] what has to be there first, and [`Scratch::tail`] all the rest:
+    /// everything, where a step is exact.
+    pub fn step_staged(
+        &mut self,
+        queries: &[f32],
+        visible: usize,
+        options: &Options,
+        scratch: &mut Scratch,
+    ) {
+        let group = queries.len() / self.key_dim;
+        if visible < options.dense_below || self.tree.is_none() {
+            self.attend_all(queries, &vec![visible; group], scratch);
+            self.count_exact(visible);
+            scratch.slots.clear();
+            self.misses.clear();
+            return;
+        }
+        self.select(queries, visible, options, scratch, false);
+        self.admit(visible, scratch);
+        // The device adds what is exact: the tail is on its own.
+        scratch.softmax.sum.fill(0.0);
+        self.add_tail(queries, options, scratch);
+        let Scratch {
+            softmax, exact_sum, ..
+        } = scratch;
+        self.step.error_estimate = f32::NAN;
+        for (q, exact) in exact_sum.iter().enumerate() {
+            let tail = softmax.sum[q];
+            self.step.mass_exact += (exact / (exact + tail) - 1.0) / group as f32;
+            if tail == 0.0 {
+                softmax.max[q] = f32::NEG_INFINITY;
+            }
+        }
+    }
+
+    /// Sink and window, then the selected tokens: their weights, and with `attend` their values.
+    fn select(
+        &mut self,
+        queries: &[f32],
+        visible: usize,
+        options: &Options,
+        scratch: &mut Scratch,
+        attend: bool,
+    ) {
         let Scratch {
             softmax,
             selection,
             logits,
             exact_sum,
-            errors,
+            ..
         } = scratch;
         let group = queries.len() / self.key_dim;
 
@@ -470,10 +581,14 @@ impl Head {
             (&self.sink_keys, &self.sink_values, 0..sink),
             (&self.window_keys, &self.window_values, 0..window),
         ] {
-            logits.resize(group * seen.len(), 0.0);
+            let count = seen.len();
+            logits.resize(group * count, 0.0);
             let keys = keys.rows().slice(seen.clone());
-            simd::dots(queries, keys, None, logits, seen.len());
-            softmax.add(logits, values.rows().slice(seen));
+            simd::dots(queries, keys, None, logits, count);
+            softmax.weigh(logits, count);
+            if attend {
+                softmax.add_values(logits, count, values.rows().slice(seen), None);
+            }
         }
         let always = sink + window;
         self.selected.clear();
@@ -486,8 +601,8 @@ impl Head {
             error_estimate: 0.0,
             times: Times::default(),
         };
-        let (started, mut times) = (Instant::now(), Times::default());
-        times.attend = seconds(begun, started);
+        let started = Instant::now();
+        self.step.times.attend = seconds(begun, started);
 
         if let Some(tree) = &self.tree {
             // 1 to 4. Descend, score candidates, select.
@@ -504,76 +619,176 @@ impl Head {
                 options,
             );
             let searched = selection.searched.take().unwrap_or(started);
-            times.search = seconds(started, searched);
+            self.step.times.search = seconds(started, searched);
             let selected = Instant::now();
-            times.select = seconds(searched, selected);
+            self.step.times.select = seconds(searched, selected);
             self.selected.extend_from_slice(&selection.positions);
             self.step.tokens_exact += selection.tokens.len();
             self.step.key_rows += selection.key_rows;
             self.step.value_rows += selection.tokens.len();
 
-            // 5. Attend to the selected, then merge the tail.
+            // 5. Attend to the selected.
             let (stride, max) = (selection.tokens.len(), selection.max.clone());
             selection.for_each_run(&tree.pages, Part::Values, |weights, rows, index| {
-                softmax.add_weights(weights, stride, &max, rows, index);
+                softmax.merge_weights(weights, stride, index.len(), &max);
+                if attend {
+                    softmax.add_values(weights, stride, rows, Some(index));
+                }
             });
             (0..group).for_each(|q| softmax.raise(q, max[q]));
-            exact_sum.clear();
-            exact_sum.extend_from_slice(&softmax.sum);
-            let attended = Instant::now();
-            times.attend += seconds(selected, attended);
-            errors.clear();
-            errors.resize(group, 0.0);
-            if options.tail == Tail::Summary {
-                selection.thin(&max, exact_sum);
-                softmax.add_weights(&mut selection.faint, 1, &max, tree.whole.values(), &[0]);
-                for (error, faint) in errors.iter_mut().zip(&selection.faint) {
-                    *error = faint * tree.whole.value_spread;
-                }
-                self.step.value_rows += 1;
-                for part in selection.summarised() {
-                    let level = &tree.levels[part.depth];
-                    let (nodes, count) = (&part.nodes, part.nodes.len());
-                    let values = level.values.rows();
-                    softmax.add_weights(&mut part.weights, count, &max, values, nodes);
-                    self.step.value_rows += count;
-                    let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
-                    logits.clear();
-                    logits.extend(scalars.map(|node| {
-                        let doubt = if part.keys_read { 1.0 } else { node.key_radius };
-                        doubt * node.value_spread
-                    }));
-                    let weights = Rows {
-                        dim: count,
-                        len: group,
-                        elements: Elements::F32(&part.weights),
-                    };
-                    let mut doubts = vec![0.0; group];
-                    simd::dots(logits, weights, None, &mut doubts, group);
-                    for (q, error) in errors.iter_mut().enumerate() {
-                        let query = &queries[q * self.key_dim..][..self.key_dim];
-                        let per_radius = match part.keys_read {
-                            true => 1.0,
-                            false => norm(query) / (self.key_dim as f32).sqrt(),
-                        };
-                        *error += per_radius * doubts[q];
-                    }
-                }
-            }
-            times.tail = seconds(attended, Instant::now());
-            for (exact, sum) in exact_sum.iter().zip(&softmax.sum) {
-                self.step.mass_exact += (exact / sum - 1.0) / group as f32;
+            self.step.times.attend += seconds(selected, Instant::now());
+        }
+        if !attend {
+            self.step.value_rows = 0;
+        }
+        exact_sum.clear();
+        exact_sum.extend_from_slice(&softmax.sum);
+    }
+
+    /// 6. Adds the summary of all that was not selected.
+    fn add_tail(&mut self, queries: &[f32], options: &Options, scratch: &mut Scratch) {
+        let Scratch {
+            softmax,
+            selection,
+            logits,
+            exact_sum,
+            errors,
+            ..
+        } = scratch;
+        let begun = Instant::now();
+        let group = queries.len() / self.key_dim;
+        errors.clear();
+        errors.resize(group, 0.0);
+        let Some(tree) = self.tree.as_ref().filter(|_| options.tail == Tail::Summary) else {
+            return;
+        };
+        let max = softmax.max.clone();
+        selection.thin(&max, exact_sum);
+        softmax.add_weights(&mut selection.faint, 1, &max, tree.whole.values(), &[0]);
+        for (error, faint) in errors.iter_mut().zip(&selection.faint) {
+            *error = faint * tree.whole.value_spread;
+        }
+        self.step.value_rows += 1;
+        for part in selection.summarised() {
+            let level = &tree.levels[part.depth];
+            let (nodes, count) = (&part.nodes, part.nodes.len());
+            let values = level.values.rows();
+            softmax.add_weights(&mut part.weights, count, &max, values, nodes);
+            self.step.value_rows += count;
+            let scalars = nodes.iter().map(|&node| &level.scalars[node as usize]);
+            logits.clear();
+            logits.extend(scalars.map(|node| {
+                let doubt = if part.keys_read { 1.0 } else { node.key_radius };
+                doubt * node.value_spread
+            }));
+            let weights = Rows {
+                dim: count,
+                len: group,
+                elements: Elements::F32(&part.weights),
+            };
+            let mut doubts = vec![0.0; group];
+            simd::dots(logits, weights, None, &mut doubts, group);
+            for (q, error) in errors.iter_mut().enumerate() {
+                let query = &queries[q * self.key_dim..][..self.key_dim];
+                let per_radius = match part.keys_read {
+                    true => 1.0,
+                    false => norm(query) / (self.key_dim as f32).sqrt(),
+                };
+                *error += per_radius * doubts[q];
             }
         }
-        self.step.times = times;
-        for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
-            softmax.finish(q, out);
-            if self.tree.is_some() {
-                let norm = out.iter().map(|x| x * x).sum::<f32>().sqrt();
-                let error = errors[q] / (softmax.sum[q] * norm.max(f32::MIN_POSITIVE));
-                self.step.error_estimate += error / group as f32;
+        self.step.times.tail = seconds(begun, Instant::now());
+    }
+
+    // ---- on a device --------------------------------------------------------------------------
+
+    /// Steps may be staged from now on, with as many slots.
+    pub fn open_device(&mut self, slots: usize) {
+        self.residency = Some(Residency::new(slots));
+    }
+
+    pub fn residency(&self) -> Option<&Residency> {
+        self.residency.as_ref()
+    }
+
+    /// Until the next turn, no token that a step wants loses its slot.
+    pub fn next_turn(&mut self) {
+        self.residency.as_mut().expect("an open device").next_turn();
+    }
+
+    /// Takes all tokens for gone from the device.
+    pub fn forget_device(&mut self) {
+        if let Some(residency) = &mut self.residency {
+            residency.forget_from(0);
+        }
+    }
+
+    /// What the last staged step has to send: slots, ascending, and where the tokens are.
+    pub fn misses(&self) -> &[(SlotId, Place)] {
+        &self.misses
+    }
+
+    /// Key and value of a token.
+    pub fn rows_at(&self, place: Place) -> [Elements<'_>; 2] {
+        match place {
+            Place::Sink(i) => [&self.sink_keys, &self.sink_values].map(|s| s.row(i as usize)),
+            Place::Window(i) => [&self.window_keys, &self.window_values].map(|s| s.row(i as usize)),
+            Place::Tree(page, row) => {
+                let pages = &self.tree.as_ref().expect("a page of the tree").pages;
+                [pages.keys(page), pages.values(page)].map(|rows| rows.row(row as usize))
             }
         }
+    }
+
+    /// Calls `visit(keys, values)` with blocks of tokens, `range` of them in storage order: sink, the
+    /// tree leaf by leaf, window.
+    pub fn for_each_block(
+        &self,
+        range: std::ops::Range<usize>,
+        mut visit: impl FnMut(Elements<'_>, Elements<'_>),
+    ) {
+        let mut at = 0;
+        let mut block = |keys: Rows<'_>, values: Rows<'_>| {
+            let from = range.start.clamp(at, at + keys.len) - at;
+            let to = range.end.clamp(at, at + keys.len) - at;
+            if from < to {
+                let rows = from..to;
+                visit(keys.slice(rows.clone()).elements, values.slice(rows).elements);
+            }
+            at += keys.len;
+        };
+        block(self.sink_keys.rows(), self.sink_values.rows());
+        if let Some(tree) = &self.tree {
+            for &page in &tree.leaves().pages {
+                block(tree.pages.keys(page), tree.pages.values(page));
+            }
+        }
+        block(self.window_keys.rows(), self.window_values.rows());
+    }
+
+    /// Finds or makes slots for sink, window and what is selected.
+    fn admit(&mut self, visible: usize, scratch: &mut Scratch) {
+        let Scratch {
+            selection,
+            wanted,
+            slots,
+            misses,
+            ..
+        } = scratch;
+        let (sink, window) = (self.sink_len(), self.window_start as KeyId..visible as KeyId);
+        let always = sink + window.len();
+        wanted.clear();
+        wanted.extend((0..sink as KeyId).chain(window));
+        wanted.extend_from_slice(&selection.positions);
+        let residency = self.residency.as_mut().expect("an open device");
+        residency.admit(wanted, slots, misses);
+        let place = |i: usize| match i.checked_sub(always) {
+            Some(i) => Place::Tree(selection.tokens[i].0, selection.tokens[i].1),
+            None if i < sink => Place::Sink(i as u32),
+            None => Place::Window((i - sink) as u32),
+        };
+        self.misses.clear();
+        self.misses.extend(misses.iter().map(|&(i, slot)| (slot, place(i))));
     }
 
     // ---- measuring ----------------------------------------------------------------------------
@@ -594,12 +809,16 @@ impl Head {
         size_of::<Self>()
             + stores.iter().map(|s| s.bytes()).sum::<usize>()
             + self.selected.capacity() * size_of::<KeyId>()
+            + self.misses.capacity() * size_of::<(SlotId, Place)>()
+            + self.residency.as_ref().map_or(0, Residency::bytes)
             + self.tree.as_ref().map_or(0, Tree::bytes)
     }
 
     /// Every invariant: those of the tree, and that each position is in exactly one place.
     pub fn check(&self) -> Result<()> {
         let broken = |what: String| Err(Error::Invariant(what));
+        let residency = self.residency.as_ref().map(Residency::check);
+        residency.transpose().map_err(Error::Invariant)?;
         let (sink, window) = (self.sink_len(), self.window_start);
         if self.sink_values.len() != sink || self.window_values.len() != self.window_len() {
             return broken("keys and values of different lengths".into());

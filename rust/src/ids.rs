@@ -18,3 +18,13 @@ pub type NodeId = u32;
 
 /// The parent of the nodes of the top level.
 pub const NO_PARENT: NodeId = NodeId::MAX;
+
+/// A slot of one KV head on a device: room for the key and the value of one token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct SlotId(pub u32);
+
+impl SlotId {
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}

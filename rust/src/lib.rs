@@ -1,7 +1,7 @@
 //! A KV-cache in host memory with an index over its keys: attention to a few tokens exactly and to
 //! a summary of all the rest.
 //!
-//! The two flows, each spelled out in [`layer`]:
+//! The flows, each spelled out in [`layer`]:
 //!
 //! **Prefill** (`Layer::prefill`)
 //! 1. [`head`] stores the new rows: sink first, then the window.
@@ -18,6 +18,12 @@
 //!    the best pages are scored exactly and the best tokens kept ([`select`]).
 //! 4. The kept tokens are attended exactly; every other token counts through the mean of the
 //!    deepest node that was scored, and both are merged under one maximum ([`attend`]).
+//!
+//! **Decode for a device** (`Layer::stage`)
+//! 1. Decode's steps 1 to 3, reading only keys of sink and window.
+//! 2. The tokens that a position attends to exactly get slots on the device ([`residency`]).
+//! 3. The summary of every other token, and the rows of those that had no slot, go into one staging
+//!    buffer ([`pack`]): the device attends to its slots and merges the summary.
 //!
 //! A file uses only files above it in this list.
 
@@ -37,6 +43,8 @@ pub mod exact;
 pub mod index;
 pub mod select;
 pub mod attend;
+pub mod residency;
+pub mod pack;
 pub mod head;
 pub mod layer;
 #[cfg(feature = "python")]

@@ -133,6 +133,16 @@ impl<'a> Elements<'a> {
             Self::Bf16(x) => Self::Bf16(&x[range]),
         }
     }
+
+    /// The memory of these elements.
+    pub fn as_bytes(self) -> &'a [u8] {
+        fn bytes<T>(x: &[T]) -> &[u8] {
+            // SAFETY: f32, f16 and bf16 have no padding, a byte has no alignment and every value of
+            // it is valid; the slice covers the same memory for as long.
+            unsafe { std::slice::from_raw_parts(x.as_ptr().cast(), size_of_val(x)) }
+        }
+        typed!(Elements, self, x => bytes(x))
+    }
 }
 
 /// Contiguous rows of `dim` elements each.

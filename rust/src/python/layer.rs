@@ -8,7 +8,7 @@ use crate::layer::{Layer, Shape};
 use crate::rows::{Buffer, Dtype, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
 use half::vec::HalfFloatVecExt;
-use numpy::{IntoPyArray, PyArray3, PyArrayMethods};
+use numpy::{IntoPyArray, PyArray1, PyArray3, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
 use std::sync::Mutex;
@@ -21,6 +21,7 @@ const FEW: usize = 32;
 
 type Any<'a, 'py> = &'a Bound<'py, PyAny>;
 type Out<'a, 'py> = &'a Bound<'py, PyArray3<f32>>;
+type Bytes<'a, 'py> = &'a Bound<'py, PyArray1<u8>>;
 
 #[pymethods]
 impl PyLayer {
@@ -139,6 +140,91 @@ impl PyLayer {
         })
     }
 
+    fn open_device(&self, py: Python<'_>) -> PyResult<()> {
+        locked(py, &self.0, |layer| layer.open_device())
+    }
+
+    #[getter]
+    fn device_slots(&self, py: Python<'_>) -> PyResult<usize> {
+        locked(py, &self.0, |layer| Ok(layer.device_slots()))
+    }
+
+    #[getter]
+    fn positions_at_once(&self, py: Python<'_>) -> PyResult<usize> {
+        locked(py, &self.0, |layer| Ok(layer.positions_at_once()))
+    }
+
+    #[getter]
+    fn staging_bytes(&self, py: Python<'_>) -> PyResult<usize> {
+        locked(py, &self.0, |layer| Ok(layer.staging_bytes()))
+    }
+
+    /// Appends positions and fills `staging`, at least `staging_bytes` at a multiple of 16, with all
+    /// that a device needs to attend. Returns where each section starts, counts, and bytes used.
+    fn stage<'py>(
+        &self,
+        py: Python<'py>,
+        q: Any<'_, 'py>,
+        k: Any<'_, 'py>,
+        v: Any<'_, 'py>,
+        dtype: &str,
+        staging: Bytes<'_, 'py>,
+    ) -> PyResult<Bound<'py, PyDict>> {
+        let [q, k, v] = [
+            Array::new(q, dtype)?,
+            Array::new(k, dtype)?,
+            Array::new(v, dtype)?,
+        ];
+        let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
+        let mut staging = staging.try_readwrite()?;
+        let staging = staging.as_slice_mut()?;
+        let long = k.first().is_some_and(|head| head.len > FEW);
+        let staged = interruptible(py, &self.0, long, |layer, cancelled| {
+            layer.stage(&q, &k, &v, staging, cancelled)
+        })?;
+        let layout = staged.layout.expect("stage has one");
+        let sections = [
+            ("attended", layout.attended.start),
+            ("tail_max", layout.tail_max.start),
+            ("tail_sum", layout.tail_sum.start),
+            ("tail_values", layout.tail_values.start),
+            ("rows", layout.rows),
+            ("targets", layout.targets(staged.misses).start),
+            ("hits", staged.hits),
+            ("misses", staged.misses),
+            ("bytes", layout.bytes(staged.misses)),
+        ];
+        let dict = PyDict::new(py);
+        for (name, value) in sections {
+            dict.set_item(name, value)?;
+        }
+        Ok(dict)
+    }
+
+    /// What `stage` wrote last did not arrive: no token is on the device any more.
+    fn abandon_stage(&self, py: Python<'_>) -> PyResult<()> {
+        locked(py, &self.0, |layer| {
+            layer.abandon_stage();
+            Ok(())
+        })
+    }
+
+    /// Tokens `first` to `first + count` of each head, in the order in which they are stored.
+    fn history(
+        &self,
+        py: Python<'_>,
+        first: usize,
+        count: usize,
+        keys: Bytes<'_, '_>,
+        values: Bytes<'_, '_>,
+    ) -> PyResult<()> {
+        let (mut keys, mut values) = (keys.try_readwrite()?, values.try_readwrite()?);
+        let (keys, values) = (keys.as_slice_mut()?, values.as_slice_mut()?);
+        locked(py, &self.0, |layer| {
+            layer.history(first, count, keys, values)
+        })
+    }
+
     fn crop(&self, py: Python<'_>, n: usize) -> PyResult<()> {
         locked(py, &self.0, |layer| layer.crop(n))
     }
@@ -224,6 +310,8 @@ impl PyLayer {
             let heads = layer.heads();
             let trees = || heads.iter().filter_map(|head| head.tree());
             let (kv_bytes, all) = layer.bytes();
+            let staged = layer.staged();
+            let (last, all_staged) = staged.map_or_else(Default::default, |(l, a)| (l.clone(), a));
             let counts = [
                 ("seq_len", layer.seq_len()),
                 (
@@ -245,6 +333,13 @@ impl PyLayer {
                 ("kv_bytes", kv_bytes),
                 ("index_bytes", all - kv_bytes),
                 ("steps", layer.steps()),
+                ("slots", layer.staged().map_or(0, |_| layer.device_slots())),
+                ("slot_hits", all_staged.hits),
+                ("slot_misses", all_staged.misses),
+                ("slot_evictions", all_staged.evictions),
+                ("last_slot_hits", last.hits),
+                ("last_slot_misses", last.misses),
+                ("last_row_bytes", last.row_bytes),
             ];
             let depth = trees().map(|tree| tree.levels.len()).max().unwrap_or(0);
             let nodes: Vec<usize> = (0..depth)
@@ -289,6 +384,7 @@ impl PyLayer {
                 ("select_ms", total(|t| t.select)),
                 ("attend_ms", total(|t| t.attend)),
                 ("tail_ms", total(|t| t.tail)),
+                ("pack_ms", 1e3 * f64::from(last.pack_time)),
             ];
             Ok((counts, nodes, means, times))
         })?;
@@ -346,6 +442,7 @@ fn options(config: Any<'_, '_>) -> PyResult<Options> {
             _ => Tail::Summary,
         },
         dense_below: count("dense_below")?,
+        device_tokens: config.getattr("device_tokens")?.extract()?,
         num_threads: num_threads.unwrap_or(0),
         tree: TreeOptions {
             page_size,

@@ -38,7 +38,7 @@ PYTHON = """
     config.py stats.py arrays.py
     kernels.py device.py transfer.py pipeline.py
     sdpa.py
-    layer.py tree.py
+    layer.py device_layer.py tree.py
     attention.py cache.py
     policies/
     eval/

@@ -96,8 +96,8 @@ class CudaDevice:
     Args:
         device: a `torch.device`, or what makes one: "cuda", "cuda:1".
 
-    Raises `ValueError` if that is no CUDA device, `RuntimeError` if torch cannot use it, and
-    `ImportError` if CuPy is missing, which compiles the kernel.
+    Raises `ValueError` if that is no CUDA device, and `RuntimeError` if torch cannot use it. The
+    first `scatter` raises `ImportError` if CuPy is missing, which compiles the kernel.
     """
 
     def __init__(self, device: Any) -> None:
@@ -117,23 +117,27 @@ class CudaDevice:
     def stream(self) -> CudaStream:
         import torch
 
-        return CudaStream(torch.cuda.Stream(self.torch_device))
+        return CudaStream(torch.cuda.Stream(self.torch_device))  # type: ignore[no-untyped-call]
 
     def pinned_like(self, tensor: Tensor) -> Tensor:
         import torch
 
-        # torch gives it to someone else only once the copies from and to it are done.
-        return torch.empty_like(tensor, device="cpu", pin_memory=True)
+        # torch gives it to someone else only once the copies from and to it are done. Outside
+        # inference mode: what is made within could not be written outside.
+        with torch.inference_mode(False):
+            return torch.empty_like(tensor, device="cpu", pin_memory=True)
 
     def empty(self, nbytes: int) -> Tensor:
         import torch
 
-        return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
+        with torch.inference_mode(False):
+            return torch.empty(nbytes, dtype=torch.uint8, device=self.torch_device)
 
     def zeros(self, shape: tuple[int, ...], dtype: Any) -> Tensor:
         import torch
 
-        return torch.zeros(shape, dtype=dtype, device=self.torch_device)
+        with torch.inference_mode(False):
+            return torch.zeros(shape, dtype=dtype, device=self.torch_device)
 
     def copy(self, to: Tensor, source: Tensor, stream: CudaStream) -> None:
         stream.run(lambda: to.copy_(source, non_blocking=True), to, source)
@@ -150,9 +154,10 @@ class CudaDevice:
     ) -> None:
         from .kernels import scatter_rows
 
+        index = int(self.torch_device.index)
         addresses = [tensor.data_ptr() for tensor in (rows, targets, keys, values)]
         stream.run(
-            lambda: scatter_rows(*addresses, count, row_bytes, stream.handle),
+            lambda: scatter_rows(*addresses, count, row_bytes, stream.handle, index),
             *(rows, targets, keys, values),
         )
 
@@ -174,7 +179,7 @@ class CudaStream:
     def record(self) -> Any:
         import torch
 
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(self._stream)
         return event
 

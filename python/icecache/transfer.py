@@ -15,7 +15,7 @@ Only this file waits for anything on a device.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,11 +68,11 @@ class Arrival:
 
     def __init__(self, tensors: list[Tensor], begun: Event, done: Event) -> None:
         self._tensors = tensors
-        self.begun, self.done = begun, done
+        self.events = begun, done
 
     def wait(self) -> list[Tensor]:
         """Waits for the copies, and returns them: CPU tensors."""
-        self.done.synchronize()
+        self.events[1].synchronize()
         return self._tensors
 
 
@@ -130,9 +130,7 @@ class Transfer:
         self.device.copy(staging.device[:nbytes], staging.host[:nbytes], self._up)
         staging.sent = self._up.record()
 
-    def scatter(
-        self, staging: Staging, rows: int, targets: int, count: int, slots: Slots
-    ) -> None:
+    def scatter(self, staging: Staging, rows: int, targets: int, count: int, slots: Slots) -> None:
         """Writes the rows that were sent to their slots.
 
         rows, targets: where in the buffer, in bytes, `count` pairs of a key row and a value row
@@ -169,19 +167,18 @@ class Transfer:
         assert staging.begun is not None and staging.sent is not None, "nothing was sent"
         return Marks(staging.begun, staging.sent, written, attending, attended)
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """A copy, on the device, of a CPU tensor that does not change any more."""
-        import torch
+    def compute(self, work: Callable[[], object]) -> None:
+        """Runs torch operations in the compute stream."""
+        self.device.compute().run(work)
 
-        copy = torch.empty_like(tensor, device=self.device.torch_device)
-        self.device.compute().run(lambda: copy.copy_(tensor))
-        return copy
+    def times(self, down: tuple[Event, Event], marks: Marks) -> dict[str, Any]:
+        """Milliseconds of the parts of a step, once it is done: fields of `LayerStats`.
 
-    def times(self, arrival: Arrival, marks: Marks) -> dict[str, float]:
-        """Milliseconds of the parts of a step, once it is done: fields of `LayerStats`."""
+        down: the events of the `Arrival`.
+        """
         marks.attended.synchronize()
         spans = {
-            "down_ms": (arrival.begun, arrival.done),
+            "down_ms": down,
             "transfer_ms": (marks.begun, marks.sent),
             "scatter_ms": (marks.sent, marks.written),
             "device_attend_ms": (marks.attending, marks.attended),

@@ -96,7 +96,8 @@ class HostStream:
 class HostDevice:
     """`icecache.device.Device` in host memory.
 
-    sites: counts, by "file:line", of the calls that waited for an event. skip: one that does not.
+    sites: counts, by the lines that led to them, of the calls that waited for an event.
+    skip: those of a call that does not.
     """
 
     def __init__(self, schedule="late", seed=0, skip=None):
@@ -217,8 +218,11 @@ def poison(tensor):
 
 
 def site():
-    """The line outside of this file that calls."""
-    frame = sys._getframe(1)
-    while frame.f_code.co_filename == __file__:
+    """The lines of icecache that lead here, as "file:line < file:line"."""
+    frame, lines = sys._getframe(2), []
+    while frame is not None:
+        file = Path(frame.f_code.co_filename)
+        if file.parent.name == "icecache":
+            lines.append(f"{file.name}:{frame.f_lineno}")
         frame = frame.f_back
-    return f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    return " < ".join(lines)

@@ -1,5 +1,7 @@
 """Attention by torch in parts, held against full attention in float64."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given
@@ -103,7 +105,7 @@ def test_attention_in_blocks_is_full_attention(dtype, data, cuts):
         q, k, v = problem.rows(past, problem.n)
         attention, out = RunningAttention(q, problem.scale), torch.empty_like(q)
         edges = [0, *sorted({cut for cut in cuts if cut < past}), *[past] * (past > 0)]
-        for start, stop in zip(edges, edges[1:], strict=False):
+        for start, stop in pairwise(edges):
             attention.add(problem.k[:, start:stop], problem.v[:, start:stop])
         attention.add(k, v, causal=True)
         attention.finish(out)

@@ -6,8 +6,9 @@ from typing import Any, final
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Index", "Layer", "__version__", "available_threads", "simd_name"]
+__all__ = ["SCATTER_ROWS", "Index", "Layer", "__version__", "available_threads", "simd_name"]
 __version__: str
+SCATTER_ROWS: str
 
 def simd_name() -> str: ...
 def available_threads() -> int: ...

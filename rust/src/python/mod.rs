@@ -17,6 +17,10 @@ mod _icecache {
     use super::tree::PyIndex;
     use pyo3::prelude::*;
 
+    /// Source of the device's kernel, for CuPy to compile.
+    #[pymodule_export]
+    const SCATTER_ROWS: &str = include_str!("../../../cuda/scatter_rows.cu");
+
     /// Name of the instruction set that the kernels use on this machine.
     #[pyfunction]
     fn simd_name() -> &'static str {

@@ -101,7 +101,7 @@ class DeviceLayerCache(LayerCache):
         With `q`, the queries of the same positions, returns exact attention to everything stored
         so far, each position to itself and what is before it.
         """
-        given = {"k": k, "v": v} if q is None else {"k": k, "v": v, "q": q}
+        given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
         with self._turn():
             like = self._stand_ins(given)
             dtype = same_dtype(**like)

@@ -122,10 +122,13 @@ class CudaDevice:
     def pinned_like(self, tensor: Tensor) -> Tensor:
         import torch
 
-        # torch gives it to someone else only once the copies from and to it are done. Outside
+        # Strides without gaps are kept: such a copy is one piece. With gaps, torch closes them on
+        # the device first. It gives the memory to someone else only once copies are done. Outside
         # inference mode: what is made within could not be written outside.
+        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        layout = torch.preserve_format if dense else torch.contiguous_format
         with torch.inference_mode(False):
-            return torch.empty_like(tensor, device="cpu", pin_memory=True)
+            return torch.empty_like(tensor, device="cpu", pin_memory=True, memory_format=layout)
 
     def empty(self, nbytes: int) -> Tensor:
         import torch
@@ -155,11 +158,13 @@ class CudaDevice:
         from .kernels import scatter_rows
 
         index = int(self.torch_device.index)
-        addresses = [tensor.data_ptr() for tensor in (rows, targets, keys, values)]
-        stream.run(
-            lambda: scatter_rows(*addresses, count, row_bytes, stream.handle, index),
-            *(rows, targets, keys, values),
-        )
+        uses = rows, targets, keys, values
+
+        def launch() -> None:
+            into = [tensor.data_ptr() for tensor in uses]
+            scatter_rows(into[0], into[1], into[2], into[3], count, row_bytes, stream.handle, index)
+
+        stream.run(launch, *uses)
 
     def elapsed_ms(self, start: Any, end: Any) -> float:
         return float(start.elapsed_time(end))

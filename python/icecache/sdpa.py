@@ -32,7 +32,10 @@ def attend_causal(q: Any, k: Any, v: Any, past: tuple[Any, Any] | None, scale: f
     attend = torch.nn.functional.scaled_dot_product_attention
     grouped = q.shape[0] != k.shape[0]
     if past is None and q.device.type != "cpu":
-        # A GPU has a kernel for this; one with a mask would be slower and need more memory.
+        # A GPU has kernels for this, which need no memory for logits; in f32 not for groups.
+        if grouped and q.dtype == torch.float32:
+            group, grouped = q.shape[0] // k.shape[0], False
+            k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         whole = attend(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=grouped)
         return whole[0]
     if past is not None:

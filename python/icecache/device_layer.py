@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy.typing as npt
+import numpy as np
 
 from ._icecache import Layer
-from .arrays import Operand, is_tensor, operand, result, same_dtype, without_gradients
+from .arrays import is_tensor, operand, result, same_dtype, without_gradients
 from .config import IceConfig
 from .device import CudaDevice, Device, Event, Tensor
 from .layer import LayerCache
@@ -101,20 +101,16 @@ class DeviceLayerCache(LayerCache):
         With `q`, the queries of the same positions, returns exact attention to everything stored
         so far, each position to itself and what is before it.
         """
-        given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
         with self._turn():
-            like = self._stand_ins(given)
-            dtype = same_dtype(**like)
-            if q is None:
-                shape = (self.num_q_heads, k.shape[1], self.head_dim)
-                like["q"] = operand("q", _zeros(shape, k.dtype))
-            self._core.validate(like["q"].array, like["k"].array, like["v"].array, dtype)
-            k, v = k.detach(), v.detach()
+            k, v = self._here({"k": k, "v": v})
+            if q is not None:
+                (q,) = self._here({"q": q})
+            dtype = self._validate(q, k, v)
             with self._transfer.lock:
                 # The copies go down while the device attends.
                 arrival = self._transfer.down(k, v)
-                out = None if q is None else self._attend_all(q.detach(), k, v)
-            self._pending = self._pipeline.submit(partial(_index, self._core, arrival, dtype))
+                out = None if q is None else self._attend_all(q, k, v)
+            self._pending = self._pipeline.submit(partial(_index, self._core, arrival))
             self._length, self._dtype = self._length + k.shape[1], dtype
         return out
 
@@ -124,13 +120,12 @@ class DeviceLayerCache(LayerCache):
         import torch
 
         with self._turn(), self._transfer.lock:
-            dtype = same_dtype(**self._stand_ins({"q": q, "k": k, "v": v}))
-            q, k, v = q.detach(), k.detach(), v.detach()
             core, transfer = self._core, self._transfer
 
             # 1. Queries, keys and values come down.
+            q, k, v = self._here({"q": q, "k": k, "v": v})
             arrival = transfer.down(q, k, v)
-            queries, keys, values = _arrays(arrival)
+            dtype, queries, keys, values = _arrays(arrival, "qkv")
             core.validate(queries, keys, values, dtype)
             slots = self._open_slots(k.dtype)
             out, n, most = torch.empty_like(q), q.shape[1], core.positions_at_once
@@ -156,9 +151,9 @@ class DeviceLayerCache(LayerCache):
             except BaseException:
                 core.abandon_stage()
                 core.crop(self._length)
-                raise
-            finally:
                 self._note()
+                raise
+            self._length, self._dtype = self._length + n, dtype
         return out
 
     def _attend_slots(
@@ -218,8 +213,7 @@ class DeviceLayerCache(LayerCache):
     def append(self, k: Tensor, v: Tensor) -> None:
         """Appends positions as `decode` does, without attending."""
         with self._turn():
-            dtype = same_dtype(**self._stand_ins({"k": k, "v": v}))
-            keys, values = self._to_host(k, v)
+            dtype, keys, values = self._to_host({"k": k, "v": v})
             self._core.append(keys, values, dtype)
             self._note()
 
@@ -280,19 +274,13 @@ class DeviceLayerCache(LayerCache):
 
     def _attend(self, q: Tensor, exact: bool) -> Tensor:
         with self._turn():
-            queries = self._stand_ins({"q": q})["q"]
-            out = self._output(queries)
-            (array,) = self._to_host(q)
-            self._core.attend(array, queries.dtype, out, exact)
+            dtype, queries = self._to_host({"q": q})
+            out = np.empty((self.num_q_heads, queries.shape[1], self.head_dim), np.float32)
+            self._core.attend(queries, dtype, out, exact)
             return self._to_device(result(out, q))
 
-    def _stand_ins(self, tensors: dict[str, Tensor]) -> dict[str, Operand]:
-        """Zeros in host memory of the shapes and dtypes of tensors, which can be checked in their
-        stead: their elements are not at hand.
-
-        Raises `TypeError` for anything but a tensor on the device, and what `operand` raises.
-        """
-        found = {}
+    def _here(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+        """The tensors, without gradients; `TypeError` unless they are tensors on the device."""
         for name, tensor in tensors.items():
             if not is_tensor(tensor):
                 kind = type(tensor).__name__
@@ -301,9 +289,18 @@ class DeviceLayerCache(LayerCache):
                 raise TypeError(
                     f"{name} must be on {self._device}, got a tensor on {tensor.device}"
                 )
-            without_gradients(name, tensor)
-            found[name] = operand(name, _zeros(tensor.shape, tensor.dtype), 3)
-        return found
+        return [without_gradients(name, tensor) for name, tensor in tensors.items()]
+
+    def _validate(self, q: Tensor | None, k: Tensor, v: Tensor) -> str:
+        """Checks a prefill but for its elements, which are not at hand; returns the dtype."""
+        given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
+        like = {name: operand(name, _zeros(x.shape, x.dtype), 3) for name, x in given.items()}
+        dtype = same_dtype(**like)
+        if q is None:
+            shape = (self.num_q_heads, k.shape[1], self.head_dim)
+            like["q"] = operand("q", _zeros(shape, k.dtype))
+        self._core.validate(like["q"].array, like["k"].array, like["v"].array, dtype)
+        return dtype
 
     def _open_slots(self, dtype: Any) -> Slots:
         """The slots, made with the first keys."""
@@ -312,9 +309,9 @@ class DeviceLayerCache(LayerCache):
             self._slots = self._transfer.slots(shape, dtype)
         return self._slots
 
-    def _to_host(self, *tensors: Tensor) -> list[npt.NDArray[Any]]:
+    def _to_host(self, tensors: dict[str, Tensor]) -> list[Any]:
         with self._transfer.lock:
-            return _arrays(self._transfer.down(*(tensor.detach() for tensor in tensors)))
+            return _arrays(self._transfer.down(*self._here(tensors)), tensors)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         import torch
@@ -325,19 +322,20 @@ class DeviceLayerCache(LayerCache):
         return copy
 
 
-def _index(core: Layer, arrival: Arrival, dtype: str) -> None:
+def _index(core: Layer, arrival: Arrival) -> None:
     """What the pipeline does of a prefill."""
-    keys, values = _arrays(arrival)
+    dtype, keys, values = _arrays(arrival, "kv")
     core.prefill(keys, values, dtype)
 
 
-def _arrays(arrival: Arrival) -> list[npt.NDArray[Any]]:
-    """Copies that are on their way, as the core takes them, once they are there."""
-    return [operand("a copy", rows).array for rows in arrival.wait()]
+def _arrays(arrival: Arrival, names: Iterable[str]) -> list[Any]:
+    """The dtype and the arrays, as the core takes them, of copies that are on their way."""
+    rows = {name: operand(name, x, 3) for name, x in zip(names, arrival.wait(), strict=True)}
+    return [same_dtype(**rows), *(x.array for x in rows.values())]
 
 
 def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
-    """Zeros in host memory of any shape, but no larger than its last axis."""
+    """Zeros in host memory: one row, repeated."""
     import torch
 
     return torch.zeros(shape[-1:], dtype=dtype).expand(shape)

@@ -753,7 +753,10 @@ impl Head {
             let to = range.end.clamp(at, at + keys.len) - at;
             if from < to {
                 let rows = from..to;
-                visit(keys.slice(rows.clone()).elements, values.slice(rows).elements);
+                visit(
+                    keys.slice(rows.clone()).elements,
+                    values.slice(rows).elements,
+                );
             }
             at += keys.len;
         };
@@ -775,7 +778,10 @@ impl Head {
             misses,
             ..
         } = scratch;
-        let (sink, window) = (self.sink_len(), self.window_start as KeyId..visible as KeyId);
+        let (sink, window) = (
+            self.sink_len(),
+            self.window_start as KeyId..visible as KeyId,
+        );
         let always = sink + window.len();
         wanted.clear();
         wanted.extend((0..sink as KeyId).chain(window));
@@ -788,7 +794,8 @@ impl Head {
             None => Place::Window((i - sink) as u32),
         };
         self.misses.clear();
-        self.misses.extend(misses.iter().map(|&(i, slot)| (slot, place(i))));
+        self.misses
+            .extend(misses.iter().map(|&(i, slot)| (slot, place(i))));
     }
 
     // ---- measuring ----------------------------------------------------------------------------

@@ -361,11 +361,17 @@ impl Layer {
         let (slots, most) = (self.device_slots(), u32::MAX as usize / self.shape.kv_heads);
         if slots > most {
             let expected = format!("so small that there are at most {most} slots");
-            return Err(config("device_tokens", expected, self.options.device_tokens()));
+            return Err(config(
+                "device_tokens",
+                expected,
+                self.options.device_tokens(),
+            ));
         }
         if self.device.is_none() {
             self.device = Some(Device::default());
-            self.heads.iter_mut().for_each(|head| head.open_device(slots));
+            self.heads
+                .iter_mut()
+                .for_each(|head| head.open_device(slots));
         }
         Ok(())
     }
@@ -553,7 +559,9 @@ impl Layer {
         if each == 0 {
             return Ok(());
         }
-        let buffers = keys.chunks_exact_mut(each).zip(values.chunks_exact_mut(each));
+        let buffers = keys
+            .chunks_exact_mut(each)
+            .zip(values.chunks_exact_mut(each));
         let mut items: Vec<_> = self.heads.iter().zip(buffers).collect();
         let workers = Workers::steady(self.options.num_threads);
         workers.for_each_mut(&mut items, |_, (head, (keys, values))| {
@@ -654,7 +662,9 @@ impl Layer {
             self.heads = heads.collect();
             if self.device.is_some() {
                 let slots = self.device_slots();
-                self.heads.iter_mut().for_each(|head| head.open_device(slots));
+                self.heads
+                    .iter_mut()
+                    .for_each(|head| head.open_device(slots));
             }
             self.dtype = Some(dtype);
         }
@@ -893,5 +903,62 @@ mod tests {
             }
         }
         assert!(done > 0 && cut > 10, "{done} done, {cut} cancelled");
+    }
+
+    /// Whenever it is cancelled: all is staged, or the layer is as it was and nothing is taken for
+    /// being on the device.
+    #[test]
+    fn a_cancelled_stage_leaves_no_trace() {
+        let mut random = Random::new(6, 0);
+        let rows: Vec<f32> = (0..2 * 9000 * DIM)
+            .map(|_| random.below(2001) as f32 / 1000.0 - 1.0)
+            .collect();
+        let never = AtomicBool::new(false);
+        let shape = Shape {
+            q_heads: 2,
+            kv_heads: 2,
+            head_dim: DIM,
+        };
+        let options = Options {
+            num_threads: 2,
+            device_tokens: Some(40 * 64),
+            ..Options::default()
+        };
+        let mut layer = Layer::new(shape, 1.0, 0, options).unwrap();
+        layer.open_device().unwrap();
+        let first = heads(&rows, 0, 6000);
+        layer.prefill(&first, &first, None, &never).unwrap();
+        let mut staging = vec![0u128; layer.staging_bytes().div_ceil(16)];
+        // SAFETY: 16 bytes each, without padding, and every byte is a valid one.
+        let (_, staging, _) = unsafe { staging.align_to_mut::<u8>() };
+        let (mut done, mut cut) = (0, 0);
+        for round in 0..60 {
+            let at = layer.seq_len();
+            let new = heads(&rows, at, at + 40);
+            let before = contents(&layer);
+            let cancelled = AtomicBool::new(round == 0);
+            let result = std::thread::scope(|scope| {
+                scope.spawn(|| {
+                    std::thread::sleep(Duration::from_micros(100 << (round % 12)));
+                    cancelled.store(true, Ordering::Relaxed);
+                });
+                layer.stage(&new, &new, &new, staging, &cancelled)
+            });
+            assert_eq!(layer.check(), Ok(()));
+            let one = heads(&rows, 8900, 8901);
+            if let Ok(staged) = result {
+                done += 1;
+                assert!(staged.hits > 0 && layer.seq_len() == at + 40);
+                assert_eq!(layer.staged().unwrap().0.misses, staged.misses);
+            } else {
+                cut += 1;
+                assert_eq!(result.unwrap_err(), Error::Interrupted);
+                assert!(layer.seq_len() == at && contents(&layer) == before);
+                let next = layer.stage(&one, &one, &one, staging, &never).unwrap();
+                assert!(next.hits == 0 && next.misses > 0);
+                layer.crop(at).unwrap();
+            }
+        }
+        assert!(done > 0 && cut > 1, "{done} done, {cut} cancelled");
     }
 }

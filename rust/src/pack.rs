@@ -89,7 +89,12 @@ impl Layout {
         kv_heads: usize,
     ) -> (Vec<HeadSections<'a>>, &'a mut [u8]) {
         let (fixed, rest) = buffer.split_at_mut(self.rows);
-        let sections = [&self.attended, &self.tail_max, &self.tail_sum, &self.tail_values];
+        let sections = [
+            &self.attended,
+            &self.tail_max,
+            &self.tail_sum,
+            &self.tail_values,
+        ];
         let [mut attended, mut max, mut sum, mut values] = fixed
             .get_disjoint_mut(sections.map(Range::clone))
             .expect("sections in order")
@@ -153,4 +158,80 @@ pub fn pack<'a, T: Sync>(
             value.copy_from_slice(v);
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::random::Random;
+    use proptest::prelude::*;
+
+    proptest! {
+        /// Sections follow each other, aligned, and each head's parts make up all of them.
+        #[test]
+        fn sections_are_apart(
+            positions in 1usize..5, group in 1usize..5, kv_heads in 1usize..5, dim in 1usize..40,
+            slots in 1usize..500, misses in 0usize..300,
+        ) {
+            let shape = (group * kv_heads, kv_heads, dim);
+            let layout = Layout::new(positions, shape, slots, 2 * dim);
+            let queries = group * kv_heads * positions;
+            let rows = layout.rows..layout.rows + misses * layout.token_bytes();
+            let sections = [
+                (layout.attended.clone(), kv_heads * positions * slots),
+                (layout.tail_max.clone(), 4 * queries),
+                (layout.tail_sum.clone(), 4 * queries),
+                (layout.tail_values.clone(), 4 * queries * dim),
+                (rows, misses * 4 * dim),
+                (layout.targets(misses), 4 * misses),
+            ];
+            let mut end = 0;
+            for (section, bytes) in sections {
+                prop_assert!(section.start >= end && section.start < end + ALIGNMENT);
+                prop_assert_eq!(section.start % ALIGNMENT, 0);
+                prop_assert_eq!(section.len(), bytes);
+                end = section.end;
+            }
+            prop_assert_eq!(layout.bytes(misses), end);
+
+            let mut buffer = vec![0u8; layout.bytes(misses)];
+            let (mut heads, _) = layout.split(&mut buffer, kv_heads);
+            prop_assert_eq!(heads.len(), kv_heads);
+            for (h, head) in heads.iter_mut().enumerate() {
+                head.attended.fill(h as u8 + 1);
+                head.tail_values.fill(h as u8 + 1);
+            }
+            for section in [layout.attended.clone(), layout.tail_values.clone()] {
+                let each = section.len() / kv_heads;
+                let head = |(i, &byte): (usize, &u8)| usize::from(byte) == i / each + 1;
+                prop_assert!(buffer[section].iter().enumerate().all(head));
+            }
+        }
+
+        /// Any number of tokens, any width, any number of threads.
+        #[test]
+        fn packing_is_copying(seed in any::<u64>(), tokens in 0usize..400, width in 1usize..600, threads in 1usize..4) {
+            let mut random = Random::new(seed, 0);
+            let memory: Vec<u8> = (0..100 * width).map(|_| random.below(256) as u8).collect();
+            let row = |i: usize| &memory[i * width..][..width];
+            let tokens: Vec<[usize; 2]> =
+                (0..tokens).map(|_| [random.below(100), random.below(100)]).collect();
+            let mut out = vec![0; tokens.len() * 2 * width];
+            pack(&tokens, |token| token.map(row), &mut out, Workers::steady(threads)).unwrap();
+            let want: Vec<u8> = tokens.iter().flatten().flat_map(|&i| row(i)).copied().collect();
+            prop_assert!(out == want);
+        }
+    }
+
+    #[test]
+    fn numbers_are_written_as_they_lie_in_memory() {
+        let mut section = [0xff; 16];
+        write_f32(&mut section, 1, &[1.5, -2.0]);
+        assert_eq!(section[..4], [0xff; 4]);
+        assert_eq!(section[4..8], 1.5f32.to_ne_bytes());
+        assert_eq!(section[8..12], (-2.0f32).to_ne_bytes());
+        write_u32(&mut section, &[7, 1 << 30]);
+        assert_eq!(section[4..8], (1u32 << 30).to_ne_bytes());
+        assert_eq!(section[8..12], (-2.0f32).to_ne_bytes());
+    }
 }

@@ -283,7 +283,7 @@ mod tests {
                 twin.next_turn();
                 let mut this_turn: Vec<KeyId> = Vec::new();
                 // Positions of one turn, as long as the slots hold all that they want.
-                loop {
+                for _ in 0..4 {
                     let wanted = wanted(&mut random, slots, tokens);
                     let mut all = [&this_turn[..], &wanted].concat();
                     all.sort_unstable();
@@ -346,7 +346,10 @@ mod tests {
             residency.admit(&wanted, &mut slots, &mut misses);
         }
         assert_eq!(residency.bytes(), bytes);
-        assert_eq!(residency.counts().hits + residency.counts().misses, 50 * 20_000);
+        assert_eq!(
+            residency.counts().hits + residency.counts().misses,
+            50 * 20_000
+        );
         assert_eq!(residency.check(), Ok(()));
     }
 

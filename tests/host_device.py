@@ -6,6 +6,8 @@ What a stream is given waits in a queue; a schedule decides when it runs:
 - "eager": the streams that copy run at once, compute late;
 - "random": now and then some stream does some of its work.
 
+A *live* device computes at once whatever the schedule, as a model on the CPU does.
+
 So whatever is not ordered by an event happens in the wrong order under one of them. Memory that has
 not been written holds NaN, and the compute stream still has earlier work to do on new memory of the
 device, as when torch's allocator hands out again what was freed.
@@ -100,9 +102,10 @@ class HostDevice:
     skip: those of a call that does not.
     """
 
-    def __init__(self, schedule="late", seed=0, skip=None):
+    def __init__(self, schedule="late", seed=0, skip=None, live=False):
         assert schedule in SCHEDULES
         self.torch_device = torch.device("cpu")
+        self._live = live
         self.schedule, self.skip, self.sites = schedule, skip, Counter()
         self.lock = threading.RLock()
         self.copied = 0  # bytes that streams copied
@@ -186,7 +189,7 @@ class HostDevice:
 
     def compute_stream(self):
         """Another compute stream."""
-        return self._new(is_compute=True, is_eager=False)
+        return self._new(is_compute=True, is_eager=self._live)
 
     # ---- schedules ----
 

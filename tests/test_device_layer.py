@@ -25,10 +25,11 @@ from kv_arrays import (
 )
 from test_arrays import BAD_CALLS, DIM, GROUP, HEADS, torch_views
 
-from icecache import IceConfig
+from icecache import IceConfig, device_layer
 from icecache.device import CudaDevice
 from icecache.device_layer import DeviceLayerCache
 from icecache.pipeline import Pipeline
+from icecache.sdpa import merge
 from icecache.transfer import Transfer
 
 every_dtype = pytest.mark.parametrize("dtype", TORCH)
@@ -376,6 +377,30 @@ def test_a_decode_that_fails_anywhere_leaves_the_earlier_length(where, after, er
         assert_alike(device, layer.decode(*rows), cpu.decode(*rows), problem)
         for mine, theirs in zip(layer.selected(), cpu.selected(), strict=True):
             assert np.array_equal(mine, theirs)
+
+
+@pytest.mark.parametrize("after", range(5))
+def test_a_decode_whose_attention_fails_leaves_the_earlier_length(after, monkeypatch):
+    problem = make_problem("torch-f32", n=500)
+    device = HostDevice("late", live=True)
+    cpu, layer = pair(problem, 450, device, token_budget=4, device_tokens=8)
+    for one in (cpu, layer):
+        one.decode(*problem.rows(450, 460))
+    calls = iter(range(after + 1))
+
+    def failing(*args):
+        if next(calls) == after:
+            raise torch.OutOfMemoryError("no memory for logits")
+        return merge(*args)
+
+    monkeypatch.setattr(device_layer, "merge", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        layer.decode(*problem.rows(460, 470))
+    monkeypatch.undo()
+    assert layer.seq_len == 460
+    for start in (460, 470):
+        rows = problem.rows(start, start + 10)
+        assert_alike(device, layer.decode(*rows), cpu.decode(*rows), problem)
 
 
 @pytest.mark.parametrize("where", ["copy", "compute", "pinned_like"])

@@ -122,11 +122,13 @@ class CudaDevice:
     def pinned_like(self, tensor: Tensor) -> Tensor:
         import torch
 
-        # Strides without gaps are kept: such a copy is one piece. With gaps, torch closes them on
-        # the device first. It gives the memory to someone else only once copies are done. Outside
-        # inference mode: what is made within could not be written outside.
-        dense = torch.empty_like(tensor, device="meta").stride() == tensor.stride()
-        layout = torch.preserve_format if dense else torch.contiguous_format
+        # Strides without gaps are kept: such a copy is one piece. Gaps are closed on the device.
+        kept = tensor.is_contiguous() or (
+            torch.empty_like(tensor, device="meta").stride() == tensor.stride()
+        )
+        layout = torch.preserve_format if kept else torch.contiguous_format
+        # torch gives the memory to someone else only once the copies are done. Outside inference
+        # mode: what is made within could not be written outside.
         with torch.inference_mode(False):
             return torch.empty_like(tensor, device="cpu", pin_memory=True, memory_format=layout)
 

@@ -30,7 +30,7 @@ from .stats import LayerStats
 from .transfer import Arrival, Marks, Slots, Staging, Transfer
 
 _HISTORY_BYTES = 16 << 20
-"""Bytes of stored keys and values that a prefill sends to the device at a time."""
+"""Bytes of stored keys and values that a prefill sends at a time; staging buffers grow to it."""
 
 
 class DeviceLayerCache(LayerCache):
@@ -102,14 +102,14 @@ class DeviceLayerCache(LayerCache):
         so far, each position to itself and what is before it.
         """
         with self._turn():
-            k, v = self._here({"k": k, "v": v})
-            if q is not None:
-                (q,) = self._here({"q": q})
-            dtype = self._validate(q, k, v)
+            given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
+            here = self._here(given)
+            dtype = self._validate(here)
+            k, v = here["k"], here["v"]
             with self._transfer.lock:
                 # The copies go down while the device attends.
                 arrival = self._transfer.down(k, v)
-                out = None if q is None else self._attend_all(q, k, v)
+                out = None if q is None else self._attend_all(here["q"], k, v)
             self._pending = self._pipeline.submit(partial(_index, self._core, arrival))
             self._length, self._dtype = self._length + k.shape[1], dtype
         return out
@@ -123,7 +123,7 @@ class DeviceLayerCache(LayerCache):
             core, transfer = self._core, self._transfer
 
             # 1. Queries, keys and values come down.
-            q, k, v = self._here({"q": q, "k": k, "v": v})
+            q, k, v = self._here({"q": q, "k": k, "v": v}).values()
             arrival = transfer.down(q, k, v)
             dtype, queries, keys, values = _arrays(arrival, "qkv")
             core.validate(queries, keys, values, dtype)
@@ -279,7 +279,7 @@ class DeviceLayerCache(LayerCache):
             self._core.attend(queries, dtype, out, exact)
             return self._to_device(result(out, q))
 
-    def _here(self, tensors: dict[str, Tensor]) -> list[Tensor]:
+    def _here(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """The tensors, without gradients; `TypeError` unless they are tensors on the device."""
         for name, tensor in tensors.items():
             if not is_tensor(tensor):
@@ -289,17 +289,19 @@ class DeviceLayerCache(LayerCache):
                 raise TypeError(
                     f"{name} must be on {self._device}, got a tensor on {tensor.device}"
                 )
-        return [without_gradients(name, tensor) for name, tensor in tensors.items()]
+        return {name: without_gradients(name, tensor) for name, tensor in tensors.items()}
 
-    def _validate(self, q: Tensor | None, k: Tensor, v: Tensor) -> str:
+    def _validate(self, given: dict[str, Tensor]) -> str:
         """Checks a prefill but for its elements, which are not at hand; returns the dtype."""
-        given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
         like = {name: operand(name, _zeros(x.shape, x.dtype), 3) for name, x in given.items()}
-        dtype = same_dtype(**like)
-        if q is None:
-            shape = (self.num_q_heads, k.shape[1], self.head_dim)
-            like["q"] = operand("q", _zeros(shape, k.dtype))
-        self._core.validate(like["q"].array, like["k"].array, like["v"].array, dtype)
+        dtype, n = same_dtype(**like), given["k"].shape[1]
+        heads = {"q": self.num_q_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
+        shapes = {name: (count, n, self.head_dim) for name, count in heads.items()}
+        fit = n > 0 and all(x.shape == shapes[name] for name, x in given.items())
+        if not fit or self._dtype not in (None, dtype):
+            # The core says what is wrong.
+            like.setdefault("q", operand("q", _zeros(shapes["q"], given["k"].dtype)))
+            self._core.validate(like["q"].array, like["k"].array, like["v"].array, dtype)
         return dtype
 
     def _open_slots(self, dtype: Any) -> Slots:
@@ -311,7 +313,7 @@ class DeviceLayerCache(LayerCache):
 
     def _to_host(self, tensors: dict[str, Tensor]) -> list[Any]:
         with self._transfer.lock:
-            return _arrays(self._transfer.down(*self._here(tensors)), tensors)
+            return _arrays(self._transfer.down(*self._here(tensors).values()), tensors)
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         import torch

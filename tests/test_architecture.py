@@ -38,7 +38,7 @@ PYTHON = """
     config.py stats.py arrays.py
     kernels.py device.py transfer.py pipeline.py
     sdpa.py
-    layer.py tree.py
+    layer.py device_layer.py tree.py
     attention.py cache.py
     policies/
     eval/
@@ -64,6 +64,11 @@ ONLY = {
     "rayon": (r"\brayon\b", ("rust/src/threads.rs",)),
     "instruction sets": (r"\b(std|core)::arch\b|target_feature", ("rust/src/simd/",)),
     "python bindings": (r"\b(pyo3|numpy)\b", ("rust/src/python/",)),
+    "streams": (r"torch\.cuda\b", ("python/icecache/device.py",)),
+    "waits for a device": (
+        r"\bsynchronize\(",
+        ("python/icecache/device.py", "python/icecache/transfer.py"),
+    ),
 }
 ONLY_IMPORTED = {
     "cupy": ("python/icecache/kernels.py",),
@@ -86,6 +91,11 @@ def rust_code(name: str) -> str:
     """A Rust source without its comments and its unit tests."""
     code = re.sub(r"//[^\n]*|/\*.*?\*/", "", (ROOT / name).read_text(), flags=re.DOTALL)
     return re.sub(r"(?ms)^#\[cfg\(test\)\]\nmod \w+ \{.*?^\}", "", code)
+
+
+def code(name: str) -> str:
+    """A source file's code; of Python all of it."""
+    return rust_code(name) if name.endswith(".rs") else (ROOT / name).read_text()
 
 
 def expand(path: str) -> Iterator[str]:
@@ -163,7 +173,8 @@ def test_a_file_has_its_place_and_uses_only_files_above(name: str) -> None:
 @pytest.mark.parametrize("what", ONLY)
 def test_only_one_place_names(what: str) -> None:
     pattern, places = ONLY[what]
-    named = {f for f in FILES if f.endswith(".rs") and re.search(pattern, rust_code(f))}
+    folder = places[0].split("/")[0]
+    named = {f for f in FILES if f.startswith(folder) and re.search(pattern, code(f))}
     assert not {file for file in named if not file.startswith(places)}
 
 

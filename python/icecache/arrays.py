@@ -55,13 +55,7 @@ def _from_tensor(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:
 
     if value.device.type != "cpu":
         raise TypeError(f"{name} must be on the CPU, got a tensor on {value.device}")
-    if value.requires_grad:
-        if torch.is_grad_enabled():
-            raise ValueError(
-                f"{name} records gradients, which a cache cannot pass on: "
-                "run under torch.no_grad() or torch.inference_mode()"
-            )
-        value = value.detach()
+    value = without_gradients(name, value)
     if value.dtype == torch.float32:
         return value.numpy(), "f32"
     if value.dtype == torch.float16:
@@ -69,6 +63,18 @@ def _from_tensor(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:
     if value.dtype == torch.bfloat16:
         return value.view(torch.uint16).numpy(), "bf16"
     raise TypeError(f"{name} must be float32, float16 or bfloat16, got {value.dtype}")
+
+
+def without_gradients(name: str, value: Any) -> Any:
+    """A tensor that records no gradients; `ValueError` if they would have to flow through."""
+    import torch
+
+    if value.requires_grad and torch.is_grad_enabled():
+        raise ValueError(
+            f"{name} records gradients, which a cache cannot pass on: "
+            "run under torch.no_grad() or torch.inference_mode()"
+        )
+    return value.detach()
 
 
 def _from_numpy(name: str, value: Any) -> tuple[npt.NDArray[Any], str]:

@@ -34,8 +34,12 @@ from .attention import (
     refuse_gradients,
 )
 from .config import IceConfig
+from .device import CudaDevice, Device
+from .device_layer import DeviceLayerCache
 from .layer import LayerCache
+from .pipeline import Pipeline
 from .stats import LayerStats
+from .transfer import Transfer
 
 _logger = logging.getLogger(__name__)
 _FULL = "full_attention"
@@ -114,7 +118,7 @@ class IceCache(Cache):
         self._text_config: PreTrainedConfig = owner.config
         layers, kinds = _plain_layers(owner)
         self._lock = threading.RLock()
-        factory = layer_factory or _layer_cache_factory(self.config)
+        factory = layer_factory or Stores(self.config)
         for index, kind in kinds.items():
             if kind == _FULL and index >= self.config.dense_layers:
                 layers[index] = IceLayer(index, factory, self._lock)
@@ -384,12 +388,40 @@ def _plain_layers(owner: PreTrainedModel) -> tuple[list[Any], dict[int, str]]:
     return layers, kinds
 
 
-def _layer_cache_factory(config: IceConfig) -> StoreFactory:
-    def make(
-        *, num_q_heads: int, num_kv_heads: int, head_dim: int, scale: float | None, layer_index: int
-    ) -> LayerStore:
-        return LayerCache(
-            num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index
-        )
+class Stores:
+    """Makes the store of each layer where its queries are: on the CPU, or on a device, whose layers
+    share one `Transfer`. All share one `Pipeline`.
 
-    return make
+    open_device: makes the `Device` of a `torch.device` other than the CPU.
+    """
+
+    def __init__(
+        self, config: IceConfig, open_device: Callable[[torch.device], Device] = CudaDevice
+    ) -> None:
+        self._config, self._open_device = config, open_device
+        self._pipeline = Pipeline()
+        self._transfers: dict[torch.device, Transfer] = {}
+
+    def __call__(
+        self,
+        *,
+        num_q_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float | None,
+        layer_index: int,
+        device: torch.device,
+    ) -> LayerStore:
+        shape = (num_q_heads, num_kv_heads, head_dim, self._config, scale)
+        if device.type == "cpu":
+            return LayerCache(*shape, layer_index=layer_index)
+        if device not in self._transfers:
+            self._transfers[device] = Transfer(self._open_device(device))
+        transfer = self._transfers[device]
+        return DeviceLayerCache(
+            *shape,
+            layer_index=layer_index,
+            device=transfer.device,
+            transfer=transfer,
+            pipeline=self._pipeline,
+        )

@@ -8,6 +8,7 @@ decode:  store, attend to sink, window and the tokens that the index finds, merg
 from __future__ import annotations
 
 import threading
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 import numpy as np
@@ -130,7 +131,7 @@ class LayerCache:
 
     def gather(self) -> tuple[Array, Array]:
         """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
-        with self._lock:
+        with self._turn():
             keys, values = self._core.gather()
             dtype, tensors = self.dtype or "f32", self._tensors
             shape = (self.num_kv_heads, self.seq_len, self.head_dim)
@@ -145,7 +146,7 @@ class LayerCache:
         """
         if isinstance(n, bool) or not isinstance(n, (int, np.integer)) or n < 0:
             raise ValueError(f"crop keeps the first n tokens: n must be at least 0, got {n!r}")
-        with self._lock:
+        with self._turn():
             if n > (most := self.seq_len):
                 raise ValueError(
                     f"crop keeps the first n tokens: n must be at most {most}, got {n}"
@@ -159,7 +160,7 @@ class LayerCache:
 
     def check(self) -> None:
         """Verifies every invariant of the index; `RuntimeError` names the first that is broken."""
-        with self._lock:
+        with self._turn():
             self._core.check()
 
     @property
@@ -177,14 +178,18 @@ class LayerCache:
     def selected(self) -> list[npt.NDArray[np.int64]]:
         """Per KV head the positions, ascending, that the last step attended to exactly: sink,
         window and selected."""
-        with self._lock:
+        with self._turn():
             heads = self._core.selected()
         return [np.asarray(positions, np.int64) for positions in heads]
 
     def stats(self) -> LayerStats:
         """Sizes, and what the last step read."""
-        with self._lock:
+        with self._turn():
             return LayerStats(**self._core.stats())
+
+    def _turn(self) -> AbstractContextManager[object]:
+        """Within it a call has the layer to itself, and all before it is done."""
+        return self._lock
 
     def _attend(self, q: Array, exact: bool) -> Array:
         queries = operand("q", q, 3)
@@ -199,12 +204,13 @@ class LayerCache:
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
-            "a LayerCache cannot be copied or pickled: gather() its keys and values and prefill "
-            "another with them"
+            f"a {type(self).__name__} cannot be copied or pickled: gather() its keys and values "
+            "and prefill another with them"
         )
 
     def __repr__(self) -> str:
         return (
-            f"LayerCache(num_q_heads={self.num_q_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"head_dim={self.head_dim}, seq_len={self.seq_len}, dtype={self.dtype})"
+            f"{type(self).__name__}(num_q_heads={self.num_q_heads}, "
+            f"num_kv_heads={self.num_kv_heads}, head_dim={self.head_dim}, "
+            f"seq_len={self.seq_len}, dtype={self.dtype})"
         )

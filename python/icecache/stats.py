@@ -66,6 +66,16 @@ class LayerStats:
     """Bytes of keys and values that the last call sent."""
     pack_ms: float = field(default=0.0, compare=False)
     """Last call: gathering what was sent."""
+    down_ms: float = field(default=0.0, compare=False)
+    """Last decode on a device: copying its queries, keys and values to the host."""
+    stage_ms: float = field(default=0.0, compare=False)
+    """Its last batch of positions: the host's part, by the clock: append, search, pack."""
+    transfer_ms: float = field(default=0.0, compare=False)
+    """The same batch: copying to the device."""
+    scatter_ms: float = field(default=0.0, compare=False)
+    """The same batch: writing the rows to their slots."""
+    device_attend_ms: float = field(default=0.0, compare=False)
+    """The same batch: attention on the device, and the merge with the summary of the rest."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,0 +1,89 @@
+"""Whole models on a device in host memory, from prefill to text, against the CPU's path."""
+
+import pytest
+import torch
+from host_device import SCHEDULES, HostDevice
+from test_cache import CACHE
+from tiny_models import MODELS, VOCABULARY, llama, tokens
+
+from icecache import IceCache, IceConfig
+from icecache.device_layer import DeviceLayerCache
+from icecache.pipeline import Pipeline
+from icecache.transfer import Transfer
+
+CONFIG = IceConfig(
+    token_budget=8, device_tokens=24, sink_tokens=4, window_tokens=32, dense_below=350
+)
+
+
+def on_device(model, host):
+    """A cache whose layers share a device's transfer and a pipeline."""
+    shared = dict(device=host, transfer=Transfer(host), pipeline=Pipeline())
+
+    def make(*, num_q_heads, num_kv_heads, head_dim, scale, layer_index, device):
+        return DeviceLayerCache(
+            num_q_heads, num_kv_heads, head_dim, CONFIG, scale, layer_index=layer_index, **shared
+        )
+
+    return IceCache(model, config=CONFIG, layer_factory=make)
+
+
+def talk(model, cache, first, second):
+    """Two turns; what the model says, and the logits of the last step."""
+    ids = first
+    for more in (second, None):
+        out = model.generate(
+            ids,
+            max_new_tokens=20,
+            do_sample=False,
+            return_dict_in_generate=True,
+            output_logits=True,
+            **{CACHE: cache},
+        )
+        ids = out.sequences if more is None else torch.cat([out.sequences, more], dim=1)
+    return ids, torch.stack(out.logits)
+
+
+@pytest.mark.parametrize(
+    "name,schedule", [*((name, "late") for name in MODELS), ("llama", "eager"), ("llama", "random")]
+)
+def test_a_model_says_on_a_device_what_it_says_on_the_cpu(name, schedule):
+    model = MODELS[name]()
+    first, second = tokens(340), tokens(30, seed=1)
+    want, want_logits = talk(model, IceCache(model, config=CONFIG), first, second)
+    device = HostDevice(schedule, live=True)
+    cache = on_device(model, device)
+    got, logits = talk(model, cache, first, second)
+    assert torch.equal(got, want)
+    torch.testing.assert_close(logits, want_logits, atol=2e-3, rtol=1e-3)
+    stats = cache.stats()
+    assert stats.seq_len == want.shape[1] - 1
+    assert all(layer.slot_hits > layer.slot_misses > 0 for layer in stats.layers.values())
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_drafts_that_are_refused_leave_no_trace(schedule):
+    model, ids = llama(), tokens(380, repeat=37)
+    device = HostDevice(schedule, live=True)
+    answers = [
+        model.generate(
+            ids,
+            **{CACHE: cache},
+            max_new_tokens=20,
+            do_sample=False,
+            prompt_lookup_num_tokens=9,
+        )
+        for cache in (IceCache(model, config=CONFIG), on_device(model, device))
+    ]
+    assert torch.equal(*answers) and answers[0].max() < VOCABULARY
+
+
+def test_a_prompt_is_indexed_behind_the_layers_that_compute():
+    model = llama()
+    cache = on_device(model, HostDevice(live=True))
+    with torch.no_grad():
+        model(input_ids=tokens(3000), **{CACHE: cache})
+    assert cache.get_seq_length() == 3000
+    for layer in cache.layers:
+        layer.store.check()
+        assert layer.store.stats().tree_tokens > 2800

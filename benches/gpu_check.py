@@ -1,14 +1,15 @@
 """Everything that needs a real GPU, in one run of a few minutes.
 
-Checks the kernel and the whole device path against the CPU's; then measures the bus, the kernel, the
-parts of a step at several lengths (one layer of Llama-3.1-8B's shape), and a model with random weights
-against full attention on the GPU and against transformers' offloaded cache. Prints a short table last
-and exits with 1 if any answer was wrong, with 2 if there is no GPU to check.
+Checks the kernel and the whole device path against the CPU's; then measures the bus, the kernel,
+the parts of a step at several lengths (one layer of Llama-3.1-8B's shape), and a model with random
+weights against full attention on the GPU and against transformers' offloaded cache. Prints short
+tables last and exits with 1 if any answer was wrong, with 2 if there is no GPU to check.
 
     python benches/gpu_check.py [--device cuda:0] [--json gpu.json] [--quick]
 
-Needs `pip install "icecache[bench,cuda13]"` (or cuda12). Rows and queries are synthetic: keys of topics
-that return, queries that walk from topic to topic. Hit rates of a real model are in docs/findings.md.
+Needs `pip install "icecache[bench,cuda13]"` (or cuda12). Rows and queries are synthetic: keys of
+topics that return, queries that walk from topic to topic. Hit rates of a real model are in
+docs/findings.md.
 """
 
 import argparse
@@ -103,7 +104,8 @@ def queries(topics, shape, steps, dtype):
     """[q_heads, steps, head_dim]: each head walks from one topic to the next, and lingers."""
     random = torch.Generator(topics.device).manual_seed(1)
     heads = torch.arange(shape.q_heads, device=topics.device) // shape.group
-    goals = torch.randint(TOPICS, (shape.q_heads, steps // 8 + 2), generator=random, device=topics.device)
+    size = (shape.q_heads, steps // 8 + 2)
+    goals = torch.randint(TOPICS, size, generator=random, device=topics.device)
     share = torch.arange(steps, device=topics.device) / 8
     at = share.long()
     here, there = topics[heads[:, None], goals[:, at]], topics[heads[:, None], goals[:, at + 1]]
@@ -335,7 +337,7 @@ def random_model(sizes, device, dtype=torch.bfloat16):
 
 @torch.inference_mode()
 def measure_model(device, clock, sizes, caches):
-    """Prefill and time per token with each of `caches`, name -> make(model); the first is the truth."""
+    """Prefill and time per token with each of `caches`, makers by name; the first is the truth."""
     model, on = random_model(sizes, device), device.torch_device
     ids = torch.randint(512, (1, sizes.model_tokens + sizes.new_tokens), device=on)
     rows, truth = [], None
@@ -346,18 +348,18 @@ def measure_model(device, clock, sizes, caches):
         prefill = partial(model, input_ids=prompt, past_key_values=cache, logits_to_keep=1)
         prefill_s = clock.once(prefill) / 1e3
         held, logits, times = allocated(on) - held, [], []
+
+        def token(i, cache=cache, logits=logits):
+            out = model(input_ids=ids[:, i : i + 1], past_key_values=cache)
+            logits.append(out.logits[0, -1].float())
+
         for i in range(sizes.model_tokens, ids.shape[1]):
-
-            def token(i=i):
-                out = model(input_ids=ids[:, i : i + 1], past_key_values=cache)
-                logits.append(out.logits[0, -1].float())
-
-            times.append(clock.once(token))
+            times.append(clock.once(partial(token, i)))
         logits = torch.stack(logits)
         truth = logits if truth is None else truth
         error = float(((logits - truth).norm(dim=-1) / truth.norm(dim=-1)).mean())
         rows.append(ModelRow(name, prefill_s, median(times), held / MIB, error))
-        del cache
+        del cache, token, prefill
     wrong = [f"model, {row.cache}: error {row.logit_error:.2g}" for row in rows
              if not row.logit_error <= ATTENTION_ERROR]  # fmt: skip
     return rows, wrong

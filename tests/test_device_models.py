@@ -7,7 +7,10 @@ from test_cache import CACHE
 from tiny_models import MODELS, VOCABULARY, llama, tokens
 
 from icecache import IceCache, IceConfig
+from icecache.cache import Stores
 from icecache.device_layer import DeviceLayerCache
+from icecache.eval.model import load_model
+from icecache.eval.texts import make_haystack
 from icecache.pipeline import Pipeline
 from icecache.transfer import Transfer
 
@@ -87,3 +90,33 @@ def test_a_prompt_is_indexed_behind_the_layers_that_compute():
     for layer in cache.layers:
         layer.store.check()
         assert layer.store.stats().tree_tokens > 2800
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_smollm2_reads_and_writes_on_a_device_as_on_the_cpu(schedule):
+    model, tokenizer = load_model()
+    haystack = make_haystack(tokenizer, 3000, 0.4)
+    ids = torch.tensor([haystack.context + haystack.cue])
+    config = IceConfig()
+    device = HostDevice(schedule, live=True)
+    stores = Stores(config, lambda _: device)
+
+    def on_host_device(**shape):
+        return stores(**{**shape, "device": torch.device("cuda")})
+
+    caches = (
+        IceCache(model, config=config),
+        IceCache(model, config=config, layer_factory=on_host_device),
+    )
+    answers = [
+        model.generate(ids, past_key_values=cache, max_new_tokens=24, do_sample=False)
+        for cache in caches
+    ]
+    assert torch.equal(*answers)
+    assert haystack.passkey in tokenizer.decode(answers[1][0, ids.shape[1] :])
+    cpu, here = (cache.stats() for cache in caches)
+    assert here.tokens_exact == cpu.tokens_exact and here.key_rows_read == cpu.key_rows_read
+    hits = sum(layer.slot_hits for layer in here.layers.values())
+    misses = sum(layer.slot_misses for layer in here.layers.values())
+    print(f"{hits / (hits + misses):.1%} of what was wanted was there")

@@ -1,8 +1,8 @@
 """What a device holds already when a step wants it: SmolLM2's decode steps on real text.
 
 The model reads the last 256 of 7,936 tokens; these queries, keys and values are then decoded one by
-one, at the defaults. Every step wants sink, window and what it selects, and misses at least its own
-token. Counted after the first 32 steps, by which the slots have filled up.
+one, at the defaults, f16. Every step wants sink, window and what it selects, and misses at least its own
+token. Means per KV head and step, after the first 32 steps, by which the slots have filled up.
 
     python benches/residency.py --texts reference
 """
@@ -71,7 +71,9 @@ def measure(k, v, q, scale: float, layer: int, device_tokens: int) -> np.ndarray
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--texts", nargs="+", choices=TEXTS, default=list(TEXTS))
-    print("| text | device_tokens | wanted | hit | of the selected | misses per head | KB per layer |")
+    print(
+        "| text | device_tokens | wanted | hit | of the selected | misses per head | KB per layer |"
+    )
     print("|---|---|---|---|---|---|---|")
     for text in parser.parse_args().texts:
         rows = load_rows(text)

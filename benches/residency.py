@@ -1,8 +1,8 @@
 """What a device holds already when a step wants it: SmolLM2's decode steps on real text.
 
 The model reads the last 256 of 7,936 tokens; these queries, keys and values are then decoded one by
-one, at the defaults, f16. Every step wants sink, window and what it selects, and misses at least its own
-token. Means per KV head and step, after the first 32 steps, by which the slots have filled up.
+one, at the defaults, f16. Every step wants sink, window and what it selects, and misses at least
+its own token. Means per KV head and step, after the first 32 steps: by then the slots are full.
 
     python benches/residency.py --texts reference
 """

@@ -36,7 +36,8 @@ OPTIONS = {field.name for field in dataclasses.fields(IceConfig)}
 
 
 def test_these_are_all_options():
-    assert {*LEAST, *CHOICES, "open_fraction", "page_capacity"} == OPTIONS
+    others = {"open_fraction", "page_capacity", "device_tokens"}
+    assert {*LEAST, *CHOICES, *others} == OPTIONS
 
 
 def test_the_defaults_that_are_promised():
@@ -63,7 +64,7 @@ def test_counts_out_of_range_are_refused(name):
             IceConfig(**{name: value})
 
 
-@pytest.mark.parametrize("name", [*LEAST, "page_capacity"])
+@pytest.mark.parametrize("name", [*LEAST, "page_capacity", "device_tokens"])
 @pytest.mark.parametrize("value", [True, False, 2.0, np.float32(3), "4", [5], np.array([1, 2])])
 def test_counts_are_integers(name, value):
     with pytest.raises(TypeError, match=f"{name} must be an integer, got"):
@@ -84,6 +85,24 @@ def test_choices(name):
     for value in ("TOKENS", "", None, 1, ["drop"], "f64"):
         with pytest.raises(ValueError, match=rf"{name} must be one of \('.*got "):
             IceConfig(**{name: value})
+
+
+@pytest.mark.parametrize(
+    ("options", "least"),
+    [
+        (dict(token_budget=70), 70),
+        (dict(token_budget=5, page_size=9), 5),
+        (dict(token_budget=5, page_size=9, selection="pages", tail="drop"), 18),
+        (dict(token_budget=5, page_capacity=11, selection="pages", tail="drop"), 11),
+        (dict(token_budget=30, page_capacity=11, selection="pages", tail="drop"), 30),
+    ],
+)
+def test_a_device_holds_what_one_step_selects(options, least):
+    assert IceConfig(**options, device_tokens=least).device_tokens == least
+    assert IceConfig(**options).device_tokens is None
+    with pytest.raises(ValueError, match=f"device_tokens must be between {least} .*{least - 1}"):
+        IceConfig(**options, device_tokens=least - 1)
+    LayerCache(1, 1, 3, IceConfig(**options, device_tokens=least))  # the core agrees
 
 
 def test_whole_pages_have_no_tail():

@@ -1,6 +1,7 @@
 """`_icecache.Layer.stage`: a device of NumPy arrays attends as `LayerCache.decode` does."""
 
 import gc
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -416,7 +417,7 @@ def test_history_is_all_that_is_stored(kind, data):
         have = rows_of(*(x[head] for x in whole))
         assert np.array_equal(have, rows_of(*(x[head] for x in layer.gather())))
     cuts = sorted({0, n, *data.draw(st.lists(st.integers(0, n), max_size=4))})
-    for first, end in zip(cuts, cuts[1:], strict=False):
+    for first, end in pairwise(cuts):
         for part, all_of_it in zip(history(first, end - first), whole, strict=True):
             assert np.array_equal(bits(part), bits(all_of_it[:, first:end]))
 

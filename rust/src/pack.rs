@@ -21,7 +21,7 @@ use std::ops::Range;
 /// Bytes, of every section's start in the buffer.
 pub const ALIGNMENT: usize = 256;
 /// Tokens between asking for the rows of one and copying them.
-const AHEAD: usize = 8;
+const AHEAD: usize = 16;
 /// Tokens of a work item.
 const BLOCK: usize = 64;
 /// Bytes to copy that are worth a thread.

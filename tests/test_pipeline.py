@@ -95,15 +95,12 @@ def test_a_job_that_waits_is_dropped_and_one_that_runs_is_waited_for(gate):
 
 
 def test_a_pipeline_that_is_dropped_ends_its_thread():
-    before = threading.active_count()
-    pipeline = Pipeline()
-    pipeline.submit(lambda: None).wait()
-    assert threading.active_count() == before + 1
+    pipeline, threads = Pipeline(), []
+    pipeline.submit(lambda: threads.append(threading.current_thread())).wait()
+    assert threads[0].is_alive()
     del pipeline
-    deadline = time.monotonic() + 10
-    while threading.active_count() > before and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    threads[0].join(10)
+    assert not threads[0].is_alive()
 
 
 def test_at_the_end_of_the_interpreter_jobs_are_done():

@@ -272,7 +272,6 @@ CALLS = {
     "append": lambda layer, q, k, v: layer.append(k, v),
     "attend": lambda layer, q, k, v: layer.attend(q),
     "gather": lambda layer, q, k, v: layer.gather(),
-    "crop": lambda layer, q, k, v: layer.crop(0),
     "check": lambda layer, q, k, v: layer.check(),
     "selected": lambda layer, q, k, v: layer.selected(),
     "stats": lambda layer, q, k, v: layer.stats(),
@@ -282,7 +281,7 @@ CALLS = {
 @every_schedule
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("stored", [0, 400])
-def test_an_error_of_a_prefill_is_raised_by_the_next_call_once(call, stored, schedule):
+def test_an_error_of_a_prefill_is_raised_by_every_call_until_a_crop(call, stored, schedule):
     problem = make_problem("torch-f32", n=450)
     device = HostDevice(schedule)
     cpu, layer = pair(problem, stored, device, token_budget=4)
@@ -291,9 +290,15 @@ def test_an_error_of_a_prefill_is_raised_by_the_next_call_once(call, stored, sch
     layer.prefill(device.fill(bad), device.fill(bad), device.fill(problem.q[:, :9]))
     assert layer.seq_len == stored + 9 and layer.dtype == "f32"
     rows = problem.rows(stored, stored + 3)
-    with pytest.raises(ValueError, match="k must be finite, got NaN at head 1, token 4"):
-        CALLS[call](layer, *rows)
+    for this in (call, "decode", call):
+        with pytest.raises(ValueError, match="k must be finite, got NaN at head 1, token 4"):
+            CALLS[this](layer, *rows)
     assert layer.seq_len == stored and layer.dtype == ("f32" if stored else None)
+    with pytest.raises(ValueError, match=f"n must be at most {stored}"):
+        layer.crop(stored + 1)
+    with pytest.raises(ValueError, match="k must be finite"):
+        layer.check()
+    layer.crop(stored)
     layer.check()
     assert_alike(device, layer.decode(*rows), cpu.decode(*rows), problem)
 

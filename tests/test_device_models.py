@@ -92,6 +92,39 @@ def test_a_prompt_is_indexed_behind_the_layers_that_compute():
         assert layer.store.stats().tree_tokens > 2800
 
 
+@pytest.mark.parametrize("before", [0, 400])
+@pytest.mark.parametrize("broken", [0, 1, 3])
+def test_a_prefill_that_cannot_be_indexed_is_an_error_until_it_is_cropped(broken, before):
+    model, ids = llama(), tokens(460)
+    cache = on_device(model, HostDevice(live=True))
+
+    @torch.no_grad()
+    def forward(start, stop):
+        return model(input_ids=ids[:, start:stop], past_key_values=cache).logits[0, -1]
+
+    if before:
+        forward(0, before)
+    project = model.model.layers[broken].self_attn.k_proj.weight
+    good = project.detach().clone()
+    project.data[0, 0] = torch.nan
+    forward(before, before + 50)
+    project.data.copy_(good)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="k must be finite"):
+            forward(before + 50, before + 51)
+    if before + 50 == cache.get_seq_length():  # the last layer has stored it
+        with pytest.raises(RuntimeError, match=f"expected {before + 40} tokens .*, got {before}"):
+            cache.crop(before + 40)
+    cache.crop(before) if before else cache.reset()
+    assert cache.get_seq_length() == before
+    # Exactly: what was cropped away may have left another tree.
+    with cache.exact():
+        got = forward(before, 460)
+    with torch.no_grad():
+        want = model(input_ids=ids).logits[0, -1]
+    torch.testing.assert_close(got, want, atol=2e-3, rtol=1e-3)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_smollm2_reads_and_writes_on_a_device_as_on_the_cpu(schedule):

@@ -188,6 +188,12 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             else:
                 self.store.crop(length)
 
+    def restore(self, length: int) -> None:
+        """Keeps the first `length` tokens, and forgets that others could not be stored."""
+        self._waiting = None
+        if self.store is not None:
+            self.store.crop(length) if length else self.store.reset()
+
     def crop(self, tokens: int) -> None:
         """Removes `-tokens` tokens if negative, nothing if 0; keeps the first `tokens` if not."""
         tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
@@ -196,7 +202,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def reset(self) -> None:
         """Forgets everything."""
-        self.keep(0)
+        self.restore(0)
         self.is_initialized = False
 
     def get_seq_length(self) -> int:

@@ -243,17 +243,27 @@ class IceCache(Cache):
     def crop(self, tokens: int) -> None:
         """Removes `-tokens` tokens if negative, nothing if 0, keeps the first `tokens` if positive.
 
-        Raises what transformers raises where a sliding layer has dropped what it would need.
+        Raises what transformers raises where a sliding layer has dropped what it would need, and
+        `RuntimeError` where a layer has fewer tokens because a prefill failed: fewer may be kept.
         """
         tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
         with self._lock:
             self._roll_back()
             length = self.get_seq_length()
             removed = min(-tokens, length) if tokens <= 0 else max(length - tokens, 0)
+            replaced = [layer for layer in self.layers if isinstance(layer, IceLayer)]
+            for layer in replaced:
+                if layer.stored < length - removed:
+                    raise RuntimeError(
+                        f"expected {length - removed} tokens in layer {layer.index}, got "
+                        f"{layer.stored}, since a prefill failed: crop to as many or reset()"
+                    )
             # Sliding layers may refuse, so they come first.
             for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
+                if isinstance(layer, IceLayer):
+                    layer.restore(length - removed)
                 # `crop(0)` empties a layer of transformers 5.4 and trims one that records its past.
-                if removed or getattr(layer, "record_past", False):
+                elif removed or getattr(layer, "record_past", False):
                     layer.crop(-removed)
 
     def reset(self) -> None:

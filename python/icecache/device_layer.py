@@ -42,8 +42,8 @@ class DeviceLayerCache(LayerCache):
       current stream. A `k` or `v` given to `prefill` must not be changed in place before the next
       call on this layer; it may be freed.
     - `prefill` returns before the tokens are indexed. What is wrong with their elements (NaN) is
-      raised by the next call, once, which then does nothing else; those tokens are gone. `reset`
-      forgets such an error. Elements of a prefill's queries are not checked.
+      raised by the next call, and by all that follow, which do nothing else: those tokens are gone.
+      `crop` and `reset` forget such an error. Elements of a prefill's queries are not checked.
     - If `decode` is interrupted the length is the earlier one, as with every error, and the slots
       start empty.
     - `attend` and `attend_exact` compute on the CPU.
@@ -90,6 +90,7 @@ class DeviceLayerCache(LayerCache):
         self._slots: Slots | None = None
         # A prefill that is being indexed; length and dtype count it in.
         self._pending: Job | None = None
+        self._failed: BaseException | None = None  # of the last prefill
         self._length, self._dtype = 0, self._core.dtype
         self._last: tuple[tuple[Event, Event], float, Marks] | None = None
 
@@ -224,9 +225,15 @@ class DeviceLayerCache(LayerCache):
             return self._to_device(keys), self._to_device(values)
 
     def crop(self, n: int) -> None:
-        """Keeps the first `n` tokens, as `LayerCache.crop` does."""
-        with self._turn():
-            super().crop(n)
+        """Keeps the first `n` tokens, as `LayerCache.crop` does; forgets the error of a prefill."""
+        with self._lock:
+            self._settle()
+            failed, self._failed = self._failed, None
+            try:
+                super().crop(n)
+            except BaseException:
+                self._failed = failed
+                raise
             self._note()
 
     def reset(self) -> None:
@@ -235,7 +242,7 @@ class DeviceLayerCache(LayerCache):
             if self._pending is not None:
                 self._pending.cancel()
             self._core.reset()
-            self._pending = self._slots = self._last = None
+            self._pending = self._failed = self._slots = self._last = None
             self._note()
 
     @property
@@ -260,13 +267,17 @@ class DeviceLayerCache(LayerCache):
     @contextmanager
     def _turn(self) -> Iterator[None]:
         with self._lock:
-            if (job := self._pending) is not None:
-                job.wait()
-                self._pending = None
-                self._note()
-                if job.error is not None:
-                    raise job.error
+            self._settle()
+            if self._failed is not None:
+                raise self._failed
             yield
+
+    def _settle(self) -> None:
+        """Waits for the tokens that are being indexed."""
+        if (job := self._pending) is not None:
+            job.wait()
+            self._pending, self._failed = None, job.error
+            self._note()
 
     def _note(self) -> None:
         """Brings length and dtype in line with what is stored."""

@@ -303,6 +303,23 @@ def test_an_error_of_a_prefill_is_raised_by_every_call_until_a_crop(call, stored
     assert_alike(device, layer.decode(*rows), cpu.decode(*rows), problem)
 
 
+@pytest.mark.parametrize("dtype", TORCH)
+def test_what_the_device_holds_does_not_depend_on_the_length(dtype):
+    problem = make_problem(f"torch-{dtype}", kv_heads=2, group=2, dim=20, n=3000)
+    held = []
+    for n in (500, 2990):
+        device = HostDevice("eager")
+        layer = on_device(problem, device, token_budget=8, device_tokens=40)
+        q, k, v = problem.rows(0, n)
+        layer.prefill(device.fill(k), device.fill(v), device.fill(q))
+        for i in range(n, n + 5):
+            layer.decode(*map(device.fill, problem.rows(i, i + 1)))
+        device.finish()
+        held.append(layer.stats().device_bytes)
+    # 32 first tokens, 64 of the window and 32 more, 40, and the positions that share them.
+    assert held == [2 * 2 * (32 + 64 + 32 + 40 + 5) * 20 * problem.k.element_size()] * 2
+
+
 def test_reset_forgets_the_error_of_a_prefill():
     problem = make_problem("torch-f32", n=40)
     layer = on_device(problem, HostDevice())

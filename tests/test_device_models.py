@@ -92,6 +92,27 @@ def test_a_prompt_is_indexed_behind_the_layers_that_compute():
         assert layer.store.stats().tree_tokens > 2800
 
 
+def test_layers_spread_over_devices_share_what_is_theirs():
+    model, ids = llama(), tokens(400)
+    devices = {torch.device("cuda", i): HostDevice("random", i, live=True) for i in (0, 1)}
+    stores = Stores(CONFIG, devices.__getitem__)
+
+    def make(*, layer_index, **shape):
+        shape["device"] = torch.device("cuda", layer_index // 2)  # as a device_map would
+        return stores(layer_index=layer_index, **shape)
+
+    caches = IceCache(model, config=CONFIG), IceCache(model, config=CONFIG, layer_factory=make)
+    answers = [
+        model.generate(ids, **{CACHE: cache}, max_new_tokens=20, do_sample=False)
+        for cache in caches
+    ]
+    assert torch.equal(*answers)
+    transfers = [layer.store._transfer for layer in caches[1].layers]
+    assert transfers[0] is transfers[1] is not transfers[2] is transfers[3]
+    assert [t.device for t in transfers[::2]] == list(devices.values())
+    assert all(device.copied > 0 for device in devices.values())
+
+
 @pytest.mark.parametrize("before", [0, 400])
 @pytest.mark.parametrize("broken", [0, 1, 3])
 def test_a_prefill_that_cannot_be_indexed_is_an_error_until_it_is_cropped(broken, before):

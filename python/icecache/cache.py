@@ -61,6 +61,8 @@ class CacheStats:
     index_bytes: int
     overhead: float
     dense_kv_bytes: int
+    device_bytes: int
+    """Of slots; each device has staging buffers beside them."""
     tokens_exact: float
     key_rows_read: float
     value_rows_read: float
@@ -299,6 +301,7 @@ class IceCache(Cache):
                 for rows in (getattr(layer, "keys", None), getattr(layer, "values", None))
                 if isinstance(rows, torch.Tensor)
             ),
+            device_bytes=sum(stats.device_bytes for stats in layers.values()),
             tokens_exact=mean(lambda stats: stats.tokens_exact),
             key_rows_read=mean(lambda stats: stats.key_rows_read),
             value_rows_read=mean(lambda stats: stats.value_rows_read),

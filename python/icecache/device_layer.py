@@ -259,6 +259,8 @@ class DeviceLayerCache(LayerCache):
         """Sizes, what the last step read, and its times; waits until the device is done with it."""
         with self._turn():
             stats = super().stats()
+            if self._slots is not None:
+                stats = replace(stats, device_bytes=self._slots.nbytes)
             if self._last is None:
                 return stats
             down, stage_ms, marks = self._last

@@ -64,6 +64,8 @@ class LayerStats:
     """`slot_misses` of the last call."""
     last_row_bytes: int = 0
     """Bytes of keys and values that the last call sent."""
+    device_bytes: int = 0
+    """Bytes of the slots of this layer, whatever its length."""
     pack_ms: float = field(default=0.0, compare=False)
     """Last call: gathering what was sent."""
     down_ms: float = field(default=0.0, compare=False)

@@ -62,6 +62,10 @@ class Slots(Shared):
     keys: Tensor
     values: Tensor
 
+    @property
+    def nbytes(self) -> int:
+        return int(self.keys.nbytes + self.values.nbytes)
+
 
 class Arrival:
     """Copies in host memory that are on their way."""

@@ -16,7 +16,7 @@ CONTENTS = ("rust/src/lib.rs", "rust/src/python/mod.rs", "/__init__.py")
 # The order in which data flows (ARCHITECTURE.md): a new file is placed here first. Files of a
 # folder that is placed as a whole ("policies/") may use each other.
 RUST = """
-    rows error ids config
+    memory rows error ids config
     threads guard random
     simd/prefetch simd/scalar simd/avx2 simd/avx512 simd/neon simd/mod
     transform

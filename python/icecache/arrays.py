@@ -15,6 +15,10 @@ Array = Any
 """A NumPy array or a CPU torch tensor of f32, f16 or bf16."""
 
 
+ELEMENTS = {"f32": np.float32, "f16": np.float16, "bf16": np.uint16}
+"""What an array holds by dtype."""
+
+
 class Operand(NamedTuple):
     """An array as the core takes it."""
 

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from . import _icecache
-from .arrays import Array, Operand, given_back, is_tensor, operand, same_dtype
+from .arrays import ELEMENTS, Array, Operand, given_back, is_tensor, operand, same_dtype
 from .config import IceConfig, require_int, require_real
 from .sdpa import attend_causal
 from .stats import LayerStats
@@ -132,10 +132,10 @@ class LayerCache:
     def gather(self) -> tuple[Array, Array]:
         """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
         with self._turn():
-            keys, values = self._core.gather()
             dtype, tensors = self.dtype or "f32", self._tensors
             shape = (self.num_kv_heads, self.seq_len, self.head_dim)
-        keys, values = keys.reshape(shape), values.reshape(shape)
+            keys, values = (np.empty(shape, ELEMENTS[dtype]) for _ in range(2))
+            self._core.gather(dtype, keys, values)
         return given_back(keys, dtype, tensors), given_back(values, dtype, tensors)
 
     def crop(self, n: int) -> None:

@@ -6,7 +6,7 @@ use crate::head::{Head, Place, SLACK, Scratch, Step};
 use crate::ids::KeyId;
 use crate::pack::{self, Layout};
 use crate::residency::Counts;
-use crate::rows::{Buffer, Dtype, Elements, ElementsMut, Strided, to_f32};
+use crate::rows::{Dtype, Elements, ElementsMut, Strided, to_f32};
 use crate::threads::Workers;
 use std::cell::RefCell;
 use std::sync::atomic::AtomicBool;
@@ -611,15 +611,27 @@ impl Layer {
     }
 
     /// Writes all keys and values in order of position, [kv_heads, seq_len, head_dim] each.
-    pub fn gather(&self, keys: &mut Buffer, values: &mut Buffer) {
+    pub fn gather(&self, mut keys: ElementsMut<'_>, mut values: ElementsMut<'_>) -> Result<()> {
         let (n, dim) = (self.seq_len(), self.shape.head_dim);
+        for (what, out) in [("keys", &keys), ("values", &values)] {
+            self.check_elements(what, self.shape.kv_heads * n * dim, out)?;
+            if let Some(expected) = self.dtype.filter(|&dtype| dtype != out.dtype()) {
+                let got = out.dtype();
+                return Err(Error::Dtype {
+                    what,
+                    expected,
+                    got,
+                });
+            }
+        }
         for (h, head) in self.heads.iter().enumerate() {
             head.for_each_token(|position, key, value| {
                 let at = (h * n + position) * dim;
-                keys.write(at, key);
-                values.write(at, value);
+                keys.copy(at, key);
+                values.copy(at, value);
             });
         }
+        Ok(())
     }
 
     /// Positions attended exactly by the last step, of each KV head.
@@ -721,11 +733,20 @@ impl Layer {
 
     fn check_output(&self, n: usize, out: &ElementsMut<'_>) -> Result<()> {
         let elements = self.shape.q_heads * n * self.shape.head_dim;
+        self.check_elements("out", elements, out)
+    }
+
+    fn check_elements(
+        &self,
+        what: &'static str,
+        elements: usize,
+        out: &ElementsMut<'_>,
+    ) -> Result<()> {
         if out.len() == elements {
             return Ok(());
         }
         Err(Error::Shape {
-            what: "out",
+            what,
             expected: format!("{elements} elements"),
             got: format!("{} elements", out.len()),
         })
@@ -845,16 +866,11 @@ mod tests {
     }
 
     fn contents(layer: &Layer) -> (Vec<u32>, Vec<u32>) {
-        let bits = |buffer: Buffer| match buffer {
-            Buffer::F32(x) => x.iter().map(|x| x.to_bits()).collect(),
-            _ => unreachable!("the rows are f32"),
-        };
+        let bits = |rows: Vec<f32>| rows.iter().map(|x| x.to_bits()).collect();
         let size = 2 * layer.seq_len() * DIM;
-        let (mut keys, mut values) = (
-            Buffer::zeros(Dtype::F32, size),
-            Buffer::zeros(Dtype::F32, size),
-        );
-        layer.gather(&mut keys, &mut values);
+        let (mut keys, mut values) = (vec![0.0; size], vec![0.0; size]);
+        let out = (ElementsMut::F32(&mut keys), ElementsMut::F32(&mut values));
+        layer.gather(out.0, out.1).unwrap();
         (bits(keys), bits(values))
     }
 

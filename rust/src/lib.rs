@@ -27,6 +27,7 @@
 //!
 //! A file uses only files above it in this list.
 
+pub mod memory;
 pub mod rows;
 pub mod error;
 pub mod ids;

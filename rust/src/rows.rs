@@ -3,6 +3,7 @@
 //! Element types are decided at run time, once per block of rows, so that nothing above this file
 //! is generic over them.
 
+use crate::memory::{Number, Numbers};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -162,12 +163,30 @@ impl<'a> ElementsMut<'a> {
         self.len() == 0
     }
 
+    pub fn dtype(&self) -> Dtype {
+        match self {
+            Self::F32(_) => Dtype::F32,
+            Self::F16(_) => Dtype::F16,
+            Self::Bf16(_) => Dtype::Bf16,
+        }
+    }
+
     /// Parts of `size` elements, one after the other.
     pub fn chunks(self, size: usize) -> Vec<Self> {
         match self {
             Self::F32(x) => x.chunks_mut(size).map(Self::F32).collect(),
             Self::F16(x) => x.chunks_mut(size).map(Self::F16).collect(),
             Self::Bf16(x) => x.chunks_mut(size).map(Self::Bf16).collect(),
+        }
+    }
+
+    /// Writes `row`, which is of the same type, from `at` on.
+    pub fn copy(&mut self, at: usize, row: Elements<'_>) {
+        match (self, row) {
+            (Self::F32(x), Elements::F32(row)) => x[at..][..row.len()].copy_from_slice(row),
+            (Self::F16(x), Elements::F16(row)) => x[at..][..row.len()].copy_from_slice(row),
+            (Self::Bf16(x), Elements::Bf16(row)) => x[at..][..row.len()].copy_from_slice(row),
+            _ => panic!("a row of another dtype than its array"),
         }
     }
 
@@ -319,26 +338,26 @@ impl Bounded for bf16 {
 /// Owned elements of one type.
 #[derive(Debug, Clone)]
 pub enum Buffer {
-    F32(Vec<f32>),
-    F16(Vec<f16>),
-    Bf16(Vec<bf16>),
+    F32(Numbers<f32>),
+    F16(Numbers<f16>),
+    Bf16(Numbers<bf16>),
 }
 
 impl Buffer {
     pub fn with_capacity(dtype: Dtype, elements: usize) -> Self {
         match dtype {
-            Dtype::F32 => Self::F32(Vec::with_capacity(elements)),
-            Dtype::F16 => Self::F16(Vec::with_capacity(elements)),
-            Dtype::Bf16 => Self::Bf16(Vec::with_capacity(elements)),
+            Dtype::F32 => Self::F32(Numbers::with_capacity(elements)),
+            Dtype::F16 => Self::F16(Numbers::with_capacity(elements)),
+            Dtype::Bf16 => Self::Bf16(Numbers::with_capacity(elements)),
         }
     }
 
     /// All zeros, exactly as long as asked.
     pub fn zeros(dtype: Dtype, elements: usize) -> Self {
         match dtype {
-            Dtype::F32 => Self::F32(vec![0.0; elements]),
-            Dtype::F16 => Self::F16(vec![f16::ZERO; elements]),
-            Dtype::Bf16 => Self::Bf16(vec![bf16::ZERO; elements]),
+            Dtype::F32 => Self::F32(Numbers::zeros(elements)),
+            Dtype::F16 => Self::F16(Numbers::zeros(elements)),
+            Dtype::Bf16 => Self::Bf16(Numbers::zeros(elements)),
         }
     }
 
@@ -378,8 +397,19 @@ pub fn make_room<T>(vec: &mut Vec<T>, more: usize) {
     }
 }
 
-fn extend_f32<T: Element>(to: &mut Vec<T>, row: &[f32]) {
-    to.extend(row.iter().map(|&value| T::from_f32(value)));
+/// The same for rows.
+fn make_room_for<T: Number>(numbers: &mut Numbers<T>, more: usize) {
+    if numbers.capacity() - numbers.len() < more {
+        numbers.reserve_exact(more.max(numbers.len() / 8));
+    }
+}
+
+fn extend_f32<T: Element + Number>(to: &mut Numbers<T>, row: &[f32]) {
+    let mut block = [T::from_f32(0.0); 64];
+    for row in row.chunks(block.len()) {
+        T::round(row, &mut block[..row.len()]);
+        to.extend_from_slice(&block[..row.len()]);
+    }
 }
 
 fn element_size<T>(_: &[T]) -> usize {
@@ -457,7 +487,7 @@ impl RowStore {
 
     /// Appends a row of the store's own type, bit for bit.
     pub fn push(&mut self, row: Elements<'_>) {
-        typed!(Buffer, &mut self.data, x => make_room(x, self.dim));
+        typed!(Buffer, &mut self.data, x => make_room_for(x, self.dim));
         match (&mut self.data, row) {
             (Buffer::F32(x), Elements::F32(row)) => x.extend_from_slice(row),
             (Buffer::F16(x), Elements::F16(row)) => x.extend_from_slice(row),
@@ -469,7 +499,7 @@ impl RowStore {
 
     /// Appends a row rounded from f32.
     pub fn push_f32(&mut self, row: &[f32]) {
-        typed!(Buffer, &mut self.data, x => make_room(x, self.dim));
+        typed!(Buffer, &mut self.data, x => make_room_for(x, self.dim));
         typed!(Buffer, &mut self.data, x => extend_f32(x, row));
         self.len += 1;
     }
@@ -512,9 +542,9 @@ impl RowStore {
         typed!(Buffer, &mut self.data, x => {
             if x.capacity() > 2 * keep {
                 // Not shrunk in place: the rest would pin a hole that the next bulk does not fit.
-                *x = x[gone..].to_vec();
+                *x = Numbers::from(&x[gone..]);
             } else if 4 * gone > keep {
-                x.drain(..gone);
+                x.drop_front(gone);
             } else {
                 return;
             }

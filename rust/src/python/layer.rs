@@ -5,9 +5,8 @@ use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::head::Times;
 use crate::layer::{Layer, Shape};
-use crate::rows::{Buffer, Dtype, RowStore, to_f32};
+use crate::rows::{Dtype, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
-use half::vec::HalfFloatVecExt;
 use numpy::{IntoPyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
 use pyo3::types::PyDict;
@@ -235,18 +234,17 @@ impl PyLayer {
         })
     }
 
-    /// Flat keys and values in order of position (bf16 as uint16).
-    fn gather<'py>(&self, py: Python<'py>) -> PyResult<(Bound<'py, PyAny>, Bound<'py, PyAny>)> {
-        let (keys, values) = locked(py, &self.0, |layer| {
-            let shape = layer.shape();
-            let elements = shape.kv_heads * layer.seq_len() * shape.head_dim;
-            let dtype = layer.dtype().unwrap_or(Dtype::F32);
-            let mut keys = Buffer::zeros(dtype, elements);
-            let mut values = Buffer::zeros(dtype, elements);
-            layer.gather(&mut keys, &mut values);
-            Ok((keys, values))
-        })?;
-        Ok((flat_array(py, keys), flat_array(py, values)))
+    /// Writes all keys and values in order of position, [kv_heads, seq_len, head_dim] each.
+    fn gather(
+        &self,
+        py: Python<'_>,
+        dtype: &str,
+        keys: Any<'_, '_>,
+        values: Any<'_, '_>,
+    ) -> PyResult<()> {
+        let [mut keys, mut values] = [Output::new(keys, dtype)?, Output::new(values, dtype)?];
+        let (keys, values) = (keys.elements()?, values.elements()?);
+        locked(py, &self.0, |layer| layer.gather(keys, values))
     }
 
     #[getter]
@@ -408,15 +406,6 @@ fn level_arrays(level: &Level) -> (Vec<Scalars>, Vec<f32>, Vec<f32>) {
         flat
     };
     (level.scalars.clone(), all(&level.keys), all(&level.values))
-}
-
-/// The array of a buffer, without a copy.
-pub fn flat_array(py: Python<'_>, buffer: Buffer) -> Bound<'_, PyAny> {
-    match buffer {
-        Buffer::F32(x) => x.into_pyarray(py).into_any(),
-        Buffer::F16(x) => x.into_pyarray(py).into_any(),
-        Buffer::Bf16(x) => x.reinterpret_into().into_pyarray(py).into_any(),
-    }
 }
 
 fn options(config: Any<'_, '_>) -> PyResult<Options> {

@@ -42,6 +42,7 @@ class Layer:
         v: npt.NDArray[Any],
         dtype: str,
         out: npt.NDArray[Any],
+        like: Layer | None = None,
     ) -> None: ...
     def append(self, k: npt.NDArray[Any], v: npt.NDArray[Any], dtype: str) -> None: ...
     def attend(
@@ -61,6 +62,7 @@ class Layer:
         v: npt.NDArray[Any],
         dtype: str,
         staging: npt.NDArray[np.uint8],
+        like: Layer | None = None,
     ) -> dict[str, int]: ...
     def abandon_stage(self) -> None: ...
     def history(

@@ -4,7 +4,7 @@ use super::arrays::{Array, Output};
 use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::head::Times;
-use crate::layer::{Layer, Shape};
+use crate::layer::{Choices, Layer, Shape};
 use crate::rows::{Buffer, Dtype, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
 use half::vec::HalfFloatVecExt;
@@ -84,6 +84,8 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.validate(&q, &k, &v))
     }
 
+    /// `like`: the layer whose selected tokens to take instead of searching.
+    #[pyo3(signature = (q, k, v, dtype, out, like=None))]
     fn decode(
         &self,
         py: Python<'_>,
@@ -92,6 +94,7 @@ impl PyLayer {
         v: Any<'_, '_>,
         dtype: &str,
         out: Any<'_, '_>,
+        like: Option<&Bound<'_, PyLayer>>,
     ) -> PyResult<()> {
         let [q, k, v] = [
             Array::new(q, dtype)?,
@@ -101,9 +104,10 @@ impl PyLayer {
         let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
         let mut out = Output::new(out, dtype)?;
         let out = out.elements()?;
+        let like = choices(py, like)?;
         let long = k.first().is_some_and(|head| head.len > FEW);
         interruptible(py, &self.0, long, |layer, cancelled| {
-            layer.decode(&q, &k, &v, out, cancelled)
+            layer.decode(&q, &k, &v, like.as_ref(), out, cancelled)
         })
     }
 
@@ -160,6 +164,8 @@ impl PyLayer {
 
     /// Appends positions and fills `staging`, at least `staging_bytes` at a multiple of 16, with all
     /// that a device needs to attend. Returns where each section starts, counts, and bytes used.
+    /// `like` as for `decode`.
+    #[pyo3(signature = (q, k, v, dtype, staging, like=None))]
     fn stage<'py>(
         &self,
         py: Python<'py>,
@@ -168,6 +174,7 @@ impl PyLayer {
         v: Any<'_, 'py>,
         dtype: &str,
         staging: Bytes<'_, 'py>,
+        like: Option<&Bound<'py, PyLayer>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let [q, k, v] = [
             Array::new(q, dtype)?,
@@ -177,9 +184,10 @@ impl PyLayer {
         let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
         let mut staging = staging.try_readwrite()?;
         let staging = staging.as_slice_mut()?;
+        let like = choices(py, like)?;
         let long = k.first().is_some_and(|head| head.len > FEW);
         let staged = interruptible(py, &self.0, long, |layer, cancelled| {
-            layer.stage(&q, &k, &v, staging, cancelled)
+            layer.stage(&q, &k, &v, like.as_ref(), staging, cancelled)
         })?;
         let layout = staged.layout.expect("stage has one");
         let sections = [
@@ -396,6 +404,12 @@ impl PyLayer {
         stats.set_item("nodes_per_level", pyo3::types::PyTuple::new(py, nodes)?)?;
         Ok(stats)
     }
+}
+
+/// What the last call of a layer chose. A copy: no call holds the locks of two layers.
+fn choices(py: Python<'_>, layer: Option<&Bound<'_, PyLayer>>) -> PyResult<Option<Choices>> {
+    let copy = |layer: &Bound<'_, PyLayer>| locked(py, &layer.get().0, |l| Ok(l.choices()));
+    layer.map(copy).transpose()
 }
 
 /// Scalars, mean keys and mean values of a level, as f32.

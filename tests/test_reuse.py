@@ -47,12 +47,13 @@ def follow(anchor, layer, problem, other, start, stop):
 
 def reference_step(layer, problem, head, tail):
     """The last position of one KV head in float64, from its tree as it is: outputs [group, dim], and
-    how far faint nodes may take them away."""
+    how far faint nodes may take them away, in units of the values: the mean value of all tokens, which
+    stands for theirs, is that of some tokens ago, and which are faint may be a matter of rounding."""
     n, group = layer.seq_len, len(problem.q) // len(problem.k)
     q = tensor(problem.q[head * group : (head + 1) * group, n - 1]).numpy() * layer.scale
     k, v = tensor(problem.k[head, :n]).numpy(), tensor(problem.v[head, :n]).numpy()
     exact = layer.selected()[head]
-    logits, values = q @ k[exact].T, [v[exact]] * group
+    logits, values, doubt = q @ k[exact].T, [v[exact]] * group, 0.0
     nodes = layer._core.nodes(head)
     if nodes is not None and tail == "summary":
         dim = k.shape[1]
@@ -72,28 +73,38 @@ def reference_step(layer, problem, head, tail):
         full = left > 0
         keys, count, left, gone = keys[full], count[full], left[full], gone[full]
         rest = (count[:, None] * keys - gone[:, :dim]) / left[:, None]
-        means = (count[:, None] * means[full] - gone[:, dim:]) / left[:, None]
-        bound = np.linalg.norm(q, axis=1)[:, None] * level["key_radius"][full] * np.sqrt(count / left)
+        means = means[full]
+        shift = (count[:, None] * means - gone[:, dim:]) / left[:, None] - means
+        top = levels[-1]
+        whole = (
+            top["count"] @ top["values"].reshape(-1, dim).astype(np.float64) / top["count"].sum()
+        )
+        bound = (
+            np.linalg.norm(q, axis=1)[:, None] * level["key_radius"][full] * np.sqrt(count / left)
+        )
         moved = np.clip(q @ (rest - keys).T, -bound, bound)
-        logits = np.concatenate([logits, q @ keys.T + moved + (q @ mean)[:, None] + np.log(left)], 1)
+        logits = np.concatenate(
+            [logits, q @ keys.T + moved + (q @ mean)[:, None] + np.log(left)], 1
+        )
+        weights = np.exp(logits - logits.max(axis=1, keepdims=True))
+        shares = (weights / weights.sum(axis=1, keepdims=True))[:, len(exact) :]
+        ratio = shares.sum(0) / (FAINT * group / len(level["count"]))
+        means = np.where((ratio > 1)[:, None], means, whole) + shift
         values = [np.concatenate([v[exact], means])] * group
+        close = (ratio > 0.98) & (ratio < 1.02)
+        doubt = float((0.1 * shares[:, ratio <= 1.02].sum(1) + 2 * shares[:, close].sum(1)).max())
     weights = np.exp(logits - logits.max(axis=1, keepdims=True))
     weights /= weights.sum(axis=1, keepdims=True)
-    faint = 0.0
-    if len(weights[0]) > len(exact):
-        shares = weights[:, len(exact) :]
-        small = shares.sum(0) < 1.01 * FAINT * group / shares.shape[1]
-        faint = float(shares[:, small].sum(1).max())
-    return np.stack([w @ x for w, x in zip(weights, values, strict=True)]), faint
+    return np.stack([w @ x for w, x in zip(weights, values, strict=True)]), doubt
 
 
-def check_step(layer, problem, out, tail, summary_dtype):
+def check_step(layer, problem, out, tail):
     """Some position's outputs, [q_heads, 1, dim], against the reference."""
     group = len(problem.q) // len(problem.k)
     for head in range(len(problem.k)):
-        want, faint = reference_step(layer, problem, head, tail)
+        want, doubt = reference_step(layer, problem, head, tail)
         mine = out[head * group : (head + 1) * group, 0]
-        assert_close(mine, tensor(want), problem.v, slack=2e-4 + 2 * faint)
+        assert_close(mine, tensor(want), problem.v, slack=3e-4 + doubt)
 
 
 @every_kind
@@ -116,7 +127,7 @@ def test_a_reusing_step_is_that_of_the_reference(kind, data):
                 at += 1
                 for mine, theirs in zip(layer.selected(), anchor.selected(), strict=True):
                     assert np.array_equal(mine, theirs)
-                check_step(layer, other, out, tail, options["summary_dtype"])
+                check_step(layer, other, out, tail)
                 mine, theirs = layer.stats(), anchor.stats()
                 assert mine.tokens_exact == theirs.tokens_exact
                 assert 0 < mine.mass_exact <= 1 + 1e-5 and mine.error_estimate >= 0
@@ -192,7 +203,9 @@ def test_what_is_exact_in_the_other_layer_is_exact(kind, data):
     follower = prefilled(other, 440, **options, dense_below=1000)
     anchor.crop(440)
     anchor.decode(*problem.rows(440, 450))
-    assert_close(follower.decode(*other.rows(440, 450), like=anchor), other.exact(440, 450), other.v)
+    assert_close(
+        follower.decode(*other.rows(440, 450), like=anchor), other.exact(440, 450), other.v
+    )
 
 
 @given(data=st.data())
@@ -287,7 +300,9 @@ def test_threads_change_nothing(data):
     options = data.draw(tree_options())
     outs = []
     for threads in (1, 3):
-        layers = (prefilled(p, 420, **options | dict(num_threads=threads)) for p in (problem, other))
+        layers = (
+            prefilled(p, 420, **options | dict(num_threads=threads)) for p in (problem, other)
+        )
         outs.append(follow(*layers, problem, other, 420, 440))
     assert same(*outs)
 
@@ -298,4 +313,4 @@ def test_reuse_in_paper_mode_attends_to_the_tokens_alone():
     anchor, layer = (prefilled(p, 690, **options) for p in (problem, other))
     for i in range(690, 700):
         out = follow(anchor, layer, problem, other, i, i + 1)
-        check_step(layer, other, out, "drop", "f16")
+        check_step(layer, other, out, "drop")

@@ -632,7 +632,7 @@ impl Head {
                 (Some(given), _) => {
                     tree.keep_places();
                     let given = given.as_deref().unwrap_or_default();
-                    selection.given_tokens(tree, queries, given, (max, sum), options);
+                    selection.given_tokens(tree, queries, given, max, sum, options);
                 }
                 (None, Mode::Tokens) => selection.best_tokens(tree, queries, max, sum, options),
                 (None, Mode::Pages) => selection.best_pages(tree, queries, max, sum, options),

@@ -448,7 +448,7 @@ impl Layer {
         self.check_choices(n, like)?;
         let result = self.grow(dtype, |layer| {
             let workers = layer.workers(cancelled);
-            layer.stage_each((q, k, v), like, staging, workers)
+            layer.stage_each(q, k, v, like, staging, workers)
         });
         if result.is_err() {
             self.abandon_stage();
@@ -458,7 +458,9 @@ impl Layer {
 
     fn stage_each(
         &mut self,
-        (q, k, v): (&Heads<'_>, &Heads<'_>, &Heads<'_>),
+        q: &Heads<'_>,
+        k: &Heads<'_>,
+        v: &Heads<'_>,
         like: Option<&Choices>,
         staging: &mut [u8],
         workers: Workers<'_>,

@@ -47,7 +47,8 @@ impl Selection {
         tree: &Tree,
         queries: &[f32],
         given: &[KeyId],
-        (max, sum): (&[f32], &[f32]),
+        max: &[f32],
+        sum: &[f32],
         options: &Options,
     ) {
         self.start(max, sum);

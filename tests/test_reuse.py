@@ -2,13 +2,11 @@
 
 import numpy as np
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 from kv_arrays import (
     KINDS,
     assert_close,
-    decode_each,
-    dtype_of,
     examples,
     join,
     make_problem,

@@ -99,9 +99,7 @@ class Device:
         for h, i in np.ndindex(q.shape[:2]):
             mask = self.attended[h // group, i]
             query = q[h, i].astype(np.float64) * self.layer.scale
-            keys, values = (
-                x[h // group, mask].astype(np.float64) for x in (self.keys, self.values)
-            )
+            keys, values = (x[h // group, mask].astype(np.float64) for x in (self.keys, self.values))
             logits, tail = keys @ query, float(staged["tail_max"][h, i])
             high = logits.max(initial=tail)
             weights, share = np.exp(logits - high), np.exp(tail - high)

@@ -39,7 +39,7 @@ class LayerStore(Protocol):
     """What a replaced layer needs of the object that stores and attends; `LayerCache` is one.
 
     k, v: `[kv_heads, t, head_dim]`; q and outputs: `[q_heads, t, head_dim]`. With `reuse_layers`
-    above 1, `decode` must also take `like`, the store of another layer, as `LayerCache.decode` does.
+    above 1, `decode` must also take `like`, the store of another layer, as that of `LayerCache`.
     """
 
     @property

@@ -44,9 +44,9 @@ def follow(anchor, layer, problem, other, start, stop):
 
 
 def reference_step(layer, problem, head, tail):
-    """The last position of one KV head in float64, from its tree as it is: outputs [group, dim], and
-    how far faint nodes may take them away, in units of the values: the mean value of all tokens, which
-    stands for theirs, is that of some tokens ago, and which are faint may be a matter of rounding."""
+    """The last position of one KV head in float64, from its tree as it is: outputs [group, dim],
+    and how far faint nodes may take them away, in units of the values: the mean value that stands
+    for theirs is that of some tokens ago, and which are faint may be a matter of rounding."""
     n, group = layer.seq_len, len(problem.q) // len(problem.k)
     q = tensor(problem.q[head * group : (head + 1) * group, n - 1]).numpy() * layer.scale
     k, v = tensor(problem.k[head, :n]).numpy(), tensor(problem.v[head, :n]).numpy()
@@ -312,3 +312,31 @@ def test_reuse_in_paper_mode_attends_to_the_tokens_alone():
     for i in range(690, 700):
         out = follow(anchor, layer, problem, other, i, i + 1)
         check_step(layer, other, out, "drop")
+
+
+@given(data=st.data())
+@few_examples
+def test_tokens_are_found_while_a_tree_grows_and_shrinks(data):
+    """`check` scans the pages for every token."""
+    problem = data.draw(problems("numpy-f16", st.just(1500)))
+    options = data.draw(tree_options())
+    anchor, layer = (prefilled(problem, 450, **options) for _ in range(2))
+    at = 450
+    for _ in range(data.draw(st.integers(1, 8))):
+        follow(anchor, layer, problem, problem, at, at + 1)
+        at += 1
+        count = min(data.draw(st.integers(0, 400)), 1490 - at)
+        back = data.draw(st.one_of(st.just(0), st.integers(0, 500)))
+        bulk = data.draw(st.booleans())
+        for cache in (anchor, layer):
+            if count > 0:
+                _, k, v = problem.rows(at, at + count)
+                cache.prefill(k, v) if bulk else cache.append(k, v)
+            cache.crop(max(at + count - back, 1))
+        at = layer.seq_len
+        layer.check()
+        follow(anchor, layer, problem, problem, at, at + 1)
+        at += 1
+        # The same keys and values: the other layer finds all that this one selected.
+        for mine, theirs in zip(layer.selected(), anchor.selected(), strict=True):
+            assert np.array_equal(mine, theirs)

@@ -14,7 +14,6 @@ use crate::simd;
 use crate::tree::Tree;
 use crate::tree::node::Level;
 use crate::tree::search::{Frontier, Priority, View, descend, reach_leaves};
-use reuse::Shift;
 use std::time::Instant;
 
 /// Nodes that stand for their tokens, with the weight of each for each query.
@@ -28,6 +27,25 @@ pub struct Summarised {
     pub max: Vec<f32>,
     /// Whether the keys of these (leaf) nodes were read, so that only values are approximated.
     pub keys_read: bool,
+}
+
+/// What the selected tokens take from the mean values of their nodes, see [`reuse`].
+#[derive(Debug, Default)]
+struct Shift {
+    depth: usize,
+    nodes: Vec<NodeId>,
+    /// [queries, nodes]: how much of a node's mean value comes on top of its weight.
+    more: Vec<f32>,
+    /// [queries, tokens]: how much of a token's value goes, negative.
+    less: Vec<f32>,
+}
+
+impl Shift {
+    fn clear(&mut self) {
+        self.nodes.clear();
+        self.more.clear();
+        self.less.clear();
+    }
 }
 
 /// What a step decides on; reused from one to the next.

@@ -4,7 +4,7 @@
 //! others: its nodes without the selected tokens, so with a smaller count, another mean key and
 //! another mean value. These follow from the node's means and the rows of the tokens.
 
-use super::{Selection, next_part};
+use super::{Selection, Shift, next_part};
 use crate::attend::Softmax;
 use crate::config::{Options, Tail};
 use crate::ids::{KeyId, NodeId, PageId};
@@ -16,25 +16,6 @@ use std::time::Instant;
 
 /// Nodes that stand for the rest, at most: beyond, those of the level above do.
 const MOST_NODES: usize = 2048;
-
-/// What the selected tokens take from the mean values of their nodes.
-#[derive(Debug, Default)]
-pub struct Shift {
-    depth: usize,
-    nodes: Vec<NodeId>,
-    /// [queries, nodes]: how much of a node's mean value comes on top of its weight.
-    more: Vec<f32>,
-    /// [queries, tokens]: how much of a token's value goes, negative.
-    less: Vec<f32>,
-}
-
-impl Shift {
-    pub fn clear(&mut self) {
-        self.nodes.clear();
-        self.more.clear();
-        self.less.clear();
-    }
-}
 
 /// A selected token: its node of the level that stands for the rest, its place, and its position.
 type Given = (NodeId, PageId, u32, KeyId);

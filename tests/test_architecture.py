@@ -23,11 +23,12 @@ RUST = """
     order
     pages
     tree/node tree/summary tree/cluster tree/project tree/mod
-    tree/search tree/link tree/build tree/insert tree/regroup tree/remove tree/check
+    tree/places tree/search tree/link tree/build tree/insert tree/regroup tree/remove tree/check
     exact
     index
     select
     attend
+    select/reuse
     residency pack
     head layer
     python/errors python/arrays python/tree python/layer python/mod

@@ -14,6 +14,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -337,6 +338,61 @@ def test_the_softmax_scale_is_the_models() -> None:
 
 
 # --- Exact or sparse
+
+
+@every_model
+@pytest.mark.parametrize("reuse", [2, 3])
+def test_layers_in_between_attend_to_what_their_anchor_selected(name: str, reuse: int) -> None:
+    model, replaced = MODELS[name](), REPLACED[name]
+    cache = IceCache(model, reuse_layers=reuse, **SPARSE)
+    ids = tokens(620)
+
+    def selected() -> list[list[list[int]]]:
+        return [[list(p) for p in cache.layers[i].store.selected()] for i in replaced]
+
+    def check() -> None:
+        chosen = selected()
+        for i in range(len(replaced)):
+            assert chosen[i] == chosen[i - i % reuse]
+        anchors = chosen[::reuse]
+        assert all(a != b for a, b in pairwise(anchors))
+
+    forward(model, ids[:, :590], cache)
+    for start, stop in ((590, 591), (591, 595), (595, 596)):
+        forward(model, ids[:, start:stop], cache)
+        check()
+    with cache.exact():
+        forward(model, ids[:, 596:598], cache)
+    if not any(kind == "sliding_attention" for kind in _kinds(model)):
+        cache.crop(560)
+        forward(model, ids[:, 560:600], cache)
+    forward(model, ids[:, 600:601], cache)
+    check()
+    for index in replaced:
+        cache.layers[index].store.check()
+
+
+def _kinds(model: PreTrainedModel) -> list[str]:
+    return getattr(model.config, "layer_types", None) or []
+
+
+def test_dense_layers_are_no_anchors() -> None:
+    model = llama()
+    cache = IceCache(model, reuse_layers=2, **{**SPARSE, "dense_layers": 1})
+    ids = tokens(600)
+    forward(model, ids[:, :599], cache)
+    forward(model, ids[:, 599:], cache)
+    read = [cache.stats().layers[i].key_rows_read for i in (1, 2, 3)]
+    assert read[1] < min(read[0], read[2]) / 2
+
+
+@every_model
+def test_reuse_with_the_whole_budget_is_full_attention(name: str) -> None:
+    model, ids = MODELS[name](), tokens(600)
+    full = forward(model, ids, DynamicCache(config=model.config))
+    cache = IceCache(model, reuse_layers=3, **WHOLE)
+    got = [forward(model, part, cache) for part in ids.split([570, 1, 20, 1, 8], dim=1)]
+    close(torch.cat(got, dim=1), full)
 
 
 def test_length_decides_and_exact_and_sparse_override_it() -> None:

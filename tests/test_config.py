@@ -23,6 +23,7 @@ LEAST = {
     "refine_passes": 0,
     "dense_layers": 0,
     "dense_below": 0,
+    "reuse_layers": 1,
     "sparse_max_queries": 1,
     "seed": 0,
     "num_threads": 1,

@@ -303,6 +303,45 @@ def test_an_error_of_a_prefill_is_raised_by_every_call_until_a_crop(call, stored
     assert_alike(device, layer.decode(*rows), cpu.decode(*rows), problem)
 
 
+@every_schedule
+@examples(0.3)
+@given(data=st.data())
+def test_a_layer_that_reuses_is_that_of_the_cpu(schedule, data):
+    first, second = (make_problem("torch-f32", n=440, seed=seed) for seed in (1, 2))
+    device = HostDevice(schedule)
+    options = dict(token_budget=6, device_tokens=6 * data.draw(st.integers(1, 4)))
+    anchors, layers = (pair(problem, 400, device, **options) for problem in (first, second))
+    n = 400
+    while n < 440:
+        stop = min(440, n + data.draw(st.integers(1, 12)))
+        for problem, both, likes in ((first, anchors, (None, None)), (second, layers, anchors)):
+            q, k, v = problem.rows(n, stop)
+            want = both[0].decode(q, k, v, like=likes[0])
+            got = both[1].decode(*map(device.fill, (q, k, v)), like=likes[1])
+            assert_alike(device, got, want, problem)
+        n = stop
+
+
+def test_a_layer_to_be_like_must_have_decoded_the_same_positions_just_before():
+    problem = make_problem("torch-f32", n=440)
+    device = HostDevice("eager")
+    cpu, anchor = pair(problem, 400, device, token_budget=6)
+    layer = on_device(problem, device, token_budget=6)
+    layer.prefill(*problem.rows(0, 400)[1:])
+    rows = problem.rows(400, 410)
+    with pytest.raises(ValueError, match="as many positions just before"):
+        layer.decode(*rows, like=anchor)
+    anchor.decode(*rows)
+    anchor.crop(400)
+    anchor.append(*rows[1:])
+    with pytest.raises(ValueError, match="as many positions just before"):
+        layer.decode(*rows, like=anchor)
+    with pytest.raises(TypeError, match="like must be a DeviceLayerCache, got LayerCache"):
+        layer.decode(*rows, like=cpu)
+    assert layer.seq_len == 400
+    layer.decode(*rows)
+
+
 @pytest.mark.parametrize("dtype", TORCH)
 def test_what_the_device_holds_does_not_depend_on_the_length(dtype):
     problem = make_problem(f"torch-{dtype}", kv_heads=2, group=2, dim=20, n=3000)

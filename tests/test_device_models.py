@@ -31,7 +31,7 @@ def on_device(model, host):
     return IceCache(model, config=CONFIG, layer_factory=make)
 
 
-def talk(model, cache, first, second):
+def talk(model, cache, first, second, **options):
     """Two turns; what the model says, and the logits of the last step."""
     ids = first
     for more in (second, None):
@@ -42,6 +42,7 @@ def talk(model, cache, first, second):
             return_dict_in_generate=True,
             output_logits=True,
             **{CACHE: cache},
+            **options,
         )
         ids = out.sequences if more is None else torch.cat([out.sequences, more], dim=1)
     return ids, torch.stack(out.logits)
@@ -90,6 +91,27 @@ def test_a_prompt_is_indexed_behind_the_layers_that_compute():
     for layer in cache.layers:
         layer.store.check()
         assert layer.store.stats().tree_tokens > 2800
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("reuse", [2, 3])
+def test_layers_that_reuse_do_on_a_device_what_they_do_on_the_cpu(reuse, schedule):
+    model, config = llama(), CONFIG.replace(reuse_layers=reuse)
+    device = HostDevice(schedule, live=True)
+    stores = Stores(config, lambda _: device)
+
+    def make(**shape):
+        return stores(**{**shape, "device": torch.device("cuda")})
+
+    caches = IceCache(model, config=config), IceCache(model, config=config, layer_factory=make)
+    (want, want_logits), (got, logits) = (
+        talk(model, cache, tokens(340), tokens(30, seed=1), prompt_lookup_num_tokens=9)
+        for cache in caches
+    )
+    assert torch.equal(got, want)
+    torch.testing.assert_close(logits, want_logits, atol=2e-3, rtol=1e-3)
+    follower = caches[1].layers[1].store.stats()
+    assert follower.key_rows_read == caches[0].layers[1].store.stats().key_rows_read
 
 
 def test_layers_spread_over_devices_share_what_is_theirs():

@@ -437,7 +437,9 @@ def test_several_positions_at_once_are_single_ones(kind, data, t):
     for other in layers[1:]:
         for a, b in zip(layers[0].selected(), other.selected(), strict=True):
             assert np.array_equal(a, b)
-    assert layers[0].stats() == layers[1].stats()
+    # It remembers what each position selected.
+    stats = [replace(layer.stats(), index_bytes=0, overhead=0) for layer in layers[:2]]
+    assert stats[0] == stats[1]
     assert same(layers[0].attend(last), layers[2].attend(last))
     assert [layer.seq_len for layer in layers] == [problem.n] * 3
 

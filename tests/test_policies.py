@@ -164,7 +164,7 @@ def test_wrong_input_is_refused():
 
 
 def test_names_make_the_layers_they_stand_for():
-    assert list(POLICIES) == ["full", "window", "topk", "pages", "icecache"]
+    assert list(POLICIES) == ["full", "window", "topk", "pages", "icecache", "icecache-reuse"]
     with pytest.raises(ValueError, match=r"policy must be one of .* got 'quest'"):
         make_policy("quest", 64)
     with pytest.raises(TypeError, match="budgets"):
@@ -173,6 +173,8 @@ def test_names_make_the_layers_they_stand_for():
     assert type(paper) is type(ours) is LayerCache
     assert POLICIES["pages"].config(token_budget=64) == IceConfig.paper(64)
     assert POLICIES["icecache"].config(token_budget=64) == IceConfig(token_budget=64)
+    reuse = POLICIES["icecache-reuse"].config(token_budget=64)
+    assert reuse == IceConfig(token_budget=64, reuse_layers=3)
 
 
 @pytest.mark.parametrize("name", ["pages", "icecache"])

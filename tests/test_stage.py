@@ -52,12 +52,14 @@ class Device:
     def most(self):
         return self.layer._core.positions_at_once
 
-    def stage(self, q, k, v):
+    def stage(self, q, k, v, like=None):
         """The sections of the staging buffer as arrays, and what `stage` returned."""
         core = self.layer._core
         staging = aligned(max(core.staging_bytes, 1))
         arrays = (operand(name, x, 3).array for name, x in (("q", q), ("k", k), ("v", v)))
-        info = core.stage(*arrays, self.dtype, staging)
+        info = core.stage(
+            *arrays, self.dtype, staging, None if like is None else like._core.choices()
+        )
         kv_heads, slots, dim = self.shape
         heads, n = q.shape[:2]
         misses = info["misses"]
@@ -79,9 +81,9 @@ class Device:
             rows=section("rows", row, misses, 2, dim),
         )
 
-    def decode(self, q, k, v):
+    def decode(self, q, k, v, like=None):
         """[q_heads, n, dim] in float64."""
-        info, staged = self.stage(q, k, v)
+        info, staged = self.stage(q, k, v, like)
         targets, attended = staged["targets"].astype(np.int64), staged["attended"].astype(bool)
         assert len(np.unique(targets)) == len(targets)
         if q.shape[1] == 1:

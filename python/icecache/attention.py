@@ -38,7 +38,8 @@ TAKEN_OVER = (
 class LayerStore(Protocol):
     """What a replaced layer needs of the object that stores and attends; `LayerCache` is one.
 
-    k, v: `[kv_heads, t, head_dim]`; q and outputs: `[q_heads, t, head_dim]`.
+    k, v: `[kv_heads, t, head_dim]`; q and outputs: `[q_heads, t, head_dim]`. With `reuse_layers`
+    above 1, `decode` must also take `like`, the store of another layer, as that of `LayerCache`.
     """
 
     @property
@@ -90,13 +91,19 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     is_croppable = True
 
     def __init__(
-        self, layer_index: int, factory: StoreFactory, lock: AbstractContextManager[Any]
+        self,
+        layer_index: int,
+        factory: StoreFactory,
+        lock: AbstractContextManager[Any],
+        anchor: IceLayer | None = None,
     ) -> None:
+        """`anchor`: the layer whose selected tokens this one takes, instead of searching."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.store: LayerStore | None = None
         self.index = layer_index
         self._factory = factory
         self._lock = lock  # the cache's
+        self._anchor = anchor
         self._scale: float | None = None
         self._waiting: _Waiting | None = None
 
@@ -157,7 +164,8 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             store, before = self._open_store(q, k, scale), self.stored
             try:
                 dense = exact or before == 0
-                output = store.prefill(k, v, q) if dense else store.decode(q, k, v)
+                like: dict[str, Any] = {} if self._anchor is None else {"like": self._anchor.store}
+                output = store.prefill(k, v, q) if dense else store.decode(q, k, v, **like)
             except BaseException:
                 self.keep(before)
                 raise

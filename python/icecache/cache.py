@@ -121,9 +121,13 @@ class IceCache(Cache):
         layers, kinds = _plain_layers(owner)
         self._lock = threading.RLock()
         factory = layer_factory or Stores(self.config)
+        replaced: list[IceLayer] = []
         for index, kind in kinds.items():
             if kind == _FULL and index >= self.config.dense_layers:
-                layers[index] = IceLayer(index, factory, self._lock)
+                since = len(replaced) % self.config.reuse_layers
+                anchor = replaced[-since] if since else None
+                replaced.append(IceLayer(index, factory, self._lock, anchor))
+                layers[index] = replaced[-1]
         super().__init__(layers=layers)
         self.layers: list[Any]
         self._first_index, self._last_index = min(kinds, default=0), max(kinds, default=0)

@@ -76,6 +76,9 @@ class IceConfig:
     """Storage type of the node means that a step reads: "f32", "f16" or "bf16"."""
     dense_layers: int = 0
     """First layers of a model whose attention stays full."""
+    reuse_layers: int = 1
+    """Of so many layers of a model only the first searches; the others attend to the tokens that it
+    selected. 1: every layer searches."""
     dense_below: int = 1024
     """Sequence length under which attention is simply full."""
     device_tokens: int | None = None
@@ -99,6 +102,7 @@ class IceConfig:
             ("refine_passes", 0),
             ("dense_layers", 0),
             ("dense_below", 0),
+            ("reuse_layers", 1),
             ("sparse_max_queries", 1),
             ("seed", 0),
         ):

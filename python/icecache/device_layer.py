@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from ._icecache import Layer
+from ._icecache import Choices, Layer
 from .arrays import given_back, is_tensor, operand, same_dtype, without_gradients
 from .config import IceConfig
 from .device import CudaDevice, Device, Event, Tensor
@@ -92,6 +92,7 @@ class DeviceLayerCache(LayerCache):
         self._pending: Job | None = None
         self._failed: BaseException | None = None  # of the last prefill
         self._length, self._dtype = 0, self._core.dtype
+        self._chosen: list[Choices] = []  # by the batches of the last decode
         self._last: tuple[tuple[Event, Event], float, Marks] | None = None
 
     # ---- the two flows --------------------------------------------------------------------------
@@ -115,11 +116,16 @@ class DeviceLayerCache(LayerCache):
             self._length, self._dtype = self._length + k.shape[1], dtype
         return out
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, like: LayerCache | None = None) -> Tensor:
         """Appends one position or more, then attends sparsely: each position selects for itself
-        and sees nothing after it."""
+        and sees nothing after it.
+
+        `like`: a `DeviceLayerCache` with the same options, otherwise as for `LayerCache.decode`.
+        """
         import torch
 
+        if like is not None and not isinstance(like, DeviceLayerCache):
+            raise TypeError(f"like must be a DeviceLayerCache, got {like!r}")
         with self._turn(), self._transfer.lock:
             core, transfer = self._core, self._transfer
 
@@ -130,15 +136,24 @@ class DeviceLayerCache(LayerCache):
             core.validate(queries, keys, values, dtype)
             slots = self._open_slots(k.dtype)
             out, n, most = torch.empty_like(q), q.shape[1], core.positions_at_once
+            batches = [slice(i, min(i + most, n)) for i in range(0, n, most)]
+            chosen = [None] * len(batches) if like is None else like._chosen
+            if len(chosen) != len(batches):
+                raise ValueError(
+                    f"expected the other layer to have decoded as many positions just before, in "
+                    f"{len(batches)} batches, got {len(chosen)}"
+                )
+            self._chosen = []
             try:
-                for some in (slice(i, min(i + most, n)) for i in range(0, n, most)):
+                for some, others in zip(batches, chosen, strict=True):
                     # 2. The host appends, searches, and packs what the device lacks.
                     staging = transfer.staging(core.staging_bytes)
                     begun = time.perf_counter()
                     staged = core.stage(
                         queries[:, some], keys[:, some], values[:, some], dtype,
-                        staging.host.numpy(),
+                        staging.host.numpy(), others,
                     )  # fmt: skip
+                    self._chosen.append(core.choices())
                     stage_ms = 1e3 * (time.perf_counter() - begun)
                     # 3. That goes up in one copy, and its rows to their slots.
                     transfer.send(staging, staged["bytes"])
@@ -282,8 +297,9 @@ class DeviceLayerCache(LayerCache):
             self._note()
 
     def _note(self) -> None:
-        """Brings length and dtype in line with what is stored."""
+        """Brings length and dtype in line with what is stored, which has changed."""
         self._length, self._dtype = self._core.seq_len, self._core.dtype
+        self._chosen = []
 
     def _attend(self, q: Tensor, exact: bool) -> Tensor:
         with self._turn():

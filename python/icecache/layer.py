@@ -99,14 +99,24 @@ class LayerCache:
             self._tensors = is_tensor(k)
         return out
 
-    def decode(self, q: Array, k: Array, v: Array) -> Array:
+    def decode(self, q: Array, k: Array, v: Array, like: LayerCache | None = None) -> Array:
         """Appends one position or more, then attends sparsely: each position selects for itself
-        and sees nothing after it."""
+        and sees nothing after it.
+
+        With `like`, another layer of the same sequence that has just decoded the same positions,
+        nothing is searched: each KV head takes the tokens that the same one of `like` selected, or
+        everything if that attended to everything. `ValueError` if the other layer has other KV
+        heads, another length than this one after the call, another number of positions in its last
+        call, or selected more tokens than this one may.
+        """
+        if like is not None and not isinstance(like, LayerCache):
+            raise TypeError(f"like must be a LayerCache, got {like!r}")
         queries, keys, values = operand("q", q, 3), operand("k", k, 3), operand("v", v, 3)
         dtype = same_dtype(q=queries, k=keys, v=values)
         out = self._output(queries)
         with self._lock:
-            self._core.decode(queries.array, keys.array, values.array, dtype, out)
+            chosen = None if like is None else like._core.choices()
+            self._core.decode(queries.array, keys.array, values.array, dtype, out, chosen)
             self._tensors = is_tensor(k)
         return given_back(out, dtype, is_tensor(q))
 

@@ -54,6 +54,13 @@ pub enum Error {
         most: usize,
         got: usize,
     },
+    /// Another layer's choices are not for this layer's positions.
+    #[error("like must be a layer with {expected} {what}, as this one after the call, got {got}")]
+    Like {
+        what: &'static str,
+        expected: usize,
+        got: usize,
+    },
     /// Slots on a device exist once it is open.
     #[error("no device is open: call open_device before stage")]
     NoDevice,

@@ -94,6 +94,9 @@ impl Scratch {
     }
 }
 
+/// The positions that a step attended to exactly beside sink and window; `None`: all.
+pub type Choice = Option<Vec<KeyId>>;
+
 /// Where a head keeps a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
@@ -120,8 +123,8 @@ pub struct Head {
     /// Position of the first token of the window.
     window_start: usize,
     tree: Option<Tree>,
-    /// Positions selected by the last step.
-    selected: Vec<KeyId>,
+    /// Of each position of the last call that attended.
+    choices: Vec<Choice>,
     step: Step,
     /// Once a device is open.
     residency: Option<Residency>,
@@ -141,7 +144,7 @@ impl Head {
             window_values: RowStore::new(dtype, value_dim),
             window_start: 0,
             tree: None,
-            selected: Vec::new(),
+            choices: Vec::new(),
             step: Step::default(),
             residency: None,
             misses: Vec::new(),
@@ -179,11 +182,25 @@ impl Head {
         }
         let window = self.window_start as KeyId..self.len() as KeyId;
         let mut positions: Vec<KeyId> = (0..self.sink_len() as KeyId).collect();
-        positions.extend_from_slice(&self.selected);
+        match (self.choices.last(), &self.tree) {
+            (Some(Some(chosen)), _) => positions.extend_from_slice(chosen),
+            (_, Some(tree)) => tree.for_each_token(|id, _, _| positions.push(id)),
+            (_, None) => (),
+        }
         positions.extend(window);
         positions.sort_unstable();
         positions.dedup(); // a deep crop may have put selected ones back into the window
         positions
+    }
+
+    /// What each position of the last call that attended chose; nothing if they are gone.
+    pub fn choices(&self) -> &[Choice] {
+        &self.choices
+    }
+
+    /// To be called before the positions of a call that attends.
+    pub fn forget_choices(&mut self) {
+        self.choices.clear();
     }
 
     // ---- storing ------------------------------------------------------------------------------
@@ -307,7 +324,7 @@ impl Head {
     /// become the window again.
     pub fn crop(&mut self, n: usize, options: &Options) {
         if n < self.step.visible {
-            self.selected.clear();
+            self.choices.clear();
             self.step = Step::default();
         }
         if let Some(residency) = &mut self.residency {
@@ -472,11 +489,7 @@ impl Head {
 
     /// The statistics of a step that attended to everything.
     fn count_exact(&mut self, visible: usize) {
-        self.selected.clear();
-        if let Some(tree) = &self.tree {
-            let selected = &mut self.selected;
-            tree.for_each_token(|id, _, _| selected.push(id));
-        }
+        self.choices.push(None);
         self.step = Step {
             visible,
             tokens_exact: visible,
@@ -489,16 +502,21 @@ impl Head {
     }
 
     /// One decode step of one position (DESIGN section 2): `queries` [group, key_dim], scaled, see
-    /// positions below `visible`, which reaches into the window. `out` is [group, value_dim].
+    /// positions below `visible`, which reaches into the window; `like` is what to select instead of
+    /// searching. `out` is [group, value_dim].
     pub fn step_sparse(
         &mut self,
         queries: &[f32],
         visible: usize,
+        like: Option<&Choice>,
         options: &Options,
         scratch: &mut Scratch,
         out: &mut [f32],
     ) {
-        self.select(queries, visible, options, scratch, true);
+        if visible < options.dense_below || like == Some(&None) {
+            return self.step_exact(queries, visible, scratch, out);
+        }
+        self.select(queries, visible, like, options, scratch, true);
         self.add_tail(queries, options, scratch);
         let Scratch {
             softmax,
@@ -525,18 +543,20 @@ impl Head {
         &mut self,
         queries: &[f32],
         visible: usize,
+        like: Option<&Choice>,
         options: &Options,
         scratch: &mut Scratch,
     ) {
         let group = queries.len() / self.key_dim;
-        if visible < options.dense_below || self.tree.is_none() {
+        let exact = visible < options.dense_below || like == Some(&None);
+        if exact || self.tree.is_none() {
             self.attend_all(queries, &vec![visible; group], scratch);
             self.count_exact(visible);
             scratch.slots.clear();
             self.misses.clear();
             return;
         }
-        self.select(queries, visible, options, scratch, false);
+        self.select(queries, visible, like, options, scratch, false);
         self.admit(visible, scratch);
         // The device adds what is exact: the tail is on its own.
         scratch.softmax.sum.fill(0.0);
@@ -559,6 +579,7 @@ impl Head {
         &mut self,
         queries: &[f32],
         visible: usize,
+        like: Option<&Choice>,
         options: &Options,
         scratch: &mut Scratch,
         attend: bool,
@@ -591,7 +612,6 @@ impl Head {
             }
         }
         let always = sink + window;
-        self.selected.clear();
         self.step = Step {
             visible,
             tokens_exact: always,
@@ -604,25 +624,24 @@ impl Head {
         let started = Instant::now();
         self.step.times.attend = seconds(begun, started);
 
-        if let Some(tree) = &self.tree {
-            // 1 to 4. Descend, score candidates, select.
-            let select = match options.selection {
-                Mode::Tokens => Selection::best_tokens,
-                Mode::Pages => Selection::best_pages,
-            };
-            select(
-                selection,
-                tree,
-                queries,
-                &softmax.max,
-                &softmax.sum,
-                options,
-            );
+        let mut choice = None;
+        if let Some(tree) = &mut self.tree {
+            // 1 to 4. Descend, score candidates, select; or take what is given.
+            let (max, sum) = (&softmax.max, &softmax.sum);
+            match (like, options.selection) {
+                (Some(given), _) => {
+                    tree.keep_places();
+                    let given = given.as_deref().unwrap_or_default();
+                    selection.given_tokens(tree, queries, given, max, sum, options);
+                }
+                (None, Mode::Tokens) => selection.best_tokens(tree, queries, max, sum, options),
+                (None, Mode::Pages) => selection.best_pages(tree, queries, max, sum, options),
+            }
             let searched = selection.searched.take().unwrap_or(started);
             self.step.times.search = seconds(started, searched);
             let selected = Instant::now();
             self.step.times.select = seconds(searched, selected);
-            self.selected.extend_from_slice(&selection.positions);
+            choice = Some(selection.positions.clone());
             self.step.tokens_exact += selection.tokens.len();
             self.step.key_rows += selection.key_rows;
             self.step.value_rows += selection.tokens.len();
@@ -638,6 +657,7 @@ impl Head {
             (0..group).for_each(|q| softmax.raise(q, max[q]));
             self.step.times.attend += seconds(selected, Instant::now());
         }
+        self.choices.push(choice);
         if !attend {
             self.step.value_rows = 0;
         }
@@ -697,6 +717,7 @@ impl Head {
                 *error += per_radius * doubts[q];
             }
         }
+        self.step.value_rows += selection.shift_means(tree, softmax);
         self.step.times.tail = seconds(begun, Instant::now());
     }
 
@@ -813,9 +834,11 @@ impl Head {
             &self.window_keys,
             &self.window_values,
         ];
+        let chosen = self.choices.iter().flatten();
         size_of::<Self>()
             + stores.iter().map(|s| s.bytes()).sum::<usize>()
-            + self.selected.capacity() * size_of::<KeyId>()
+            + self.choices.capacity() * size_of::<Choice>()
+            + chosen.map(Vec::capacity).sum::<usize>() * size_of::<KeyId>()
             + self.misses.capacity() * size_of::<(SlotId, Place)>()
             + self.residency.as_ref().map_or(0, Residency::bytes)
             + self.tree.as_ref().map_or(0, Tree::bytes)

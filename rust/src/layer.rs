@@ -2,7 +2,7 @@
 
 use crate::config::Options;
 use crate::error::{Error, LARGEST_ELEMENT, Result};
-use crate::head::{Head, Place, SLACK, Scratch, Step};
+use crate::head::{Choice, Head, Place, SLACK, Scratch, Step};
 use crate::ids::KeyId;
 use crate::pack::{self, Layout};
 use crate::residency::Counts;
@@ -49,6 +49,15 @@ pub struct Layer {
     heads: Vec<Head>,
     steps: usize,
     device: Option<Device>,
+}
+
+/// What a call of [`Layer::decode`] or [`Layer::stage`] attended to exactly, for layers to do like it.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Choices {
+    /// Tokens stored after the call.
+    seq_len: usize,
+    /// Of each KV head and position.
+    heads: Vec<Vec<Choice>>,
 }
 
 /// What a device asked for, see [`Layer::open_device`].
@@ -176,22 +185,25 @@ impl Layer {
     }
 
     /// Decode. Appends one position or more and attends sparsely, each position for itself and to
-    /// nothing after it. `out` is [q_heads, positions, head_dim], of any dtype.
+    /// nothing after it. `out` is [q_heads, positions, head_dim], of any dtype. With `like` it does not
+    /// search but selects what another layer did at the same positions.
     pub fn decode(
         &mut self,
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
+        like: Option<&Choices>,
         out: ElementsMut<'_>,
         cancelled: &AtomicBool,
     ) -> Result<()> {
         let n = self.check_new(k, v)?;
         self.check_queries(q, n)?;
         self.check_output(n, &out)?;
+        self.check_choices(n, like)?;
         let first = self.seq_len();
         self.grow(k[0].dtype(), |layer| {
             let workers = layer.workers(cancelled);
-            layer.sparse(q, n, out, workers, |head, h, i, options| {
+            layer.sparse(q, n, like, out, workers, |head, h, i, options| {
                 head.append(k[h], v[h], i, options)?;
                 Ok(first + i + 1)
             })
@@ -232,7 +244,7 @@ impl Layer {
         }
         let first = self.seq_len() - n;
         let workers = Workers::steady(self.options.num_threads);
-        self.sparse(q, n, out, workers, |_, _, i, _| Ok(first + i + 1))
+        self.sparse(q, n, None, out, workers, |_, _, i, _| Ok(first + i + 1))
     }
 
     /// Attends exactly with the queries of the last stored positions.
@@ -277,6 +289,7 @@ impl Layer {
         &mut self,
         q: &Heads<'_>,
         n: usize,
+        like: Option<&Choices>,
         out: ElementsMut<'_>,
         workers: Workers<'_>,
         ready: impl Fn(&mut Head, usize, usize, &Options) -> Result<usize> + Sync,
@@ -290,6 +303,7 @@ impl Layer {
             SCRATCH.with_borrow_mut(|scratch| {
                 let mut queries = vec![0.0; group * dim];
                 let mut result = vec![0.0; group * dim];
+                head.forget_choices();
                 for i in 0..n {
                     let (Ok(()), Ok(visible)) = (workers.check(), ready(head, h, i, options))
                     else {
@@ -298,11 +312,8 @@ impl Layer {
                     for (g, query) in queries.chunks_exact_mut(dim).enumerate() {
                         scaled(q[h * group + g].row(i), scale, query);
                     }
-                    if visible < options.dense_below {
-                        head.step_exact(&queries, visible, scratch, &mut result);
-                    } else {
-                        head.step_sparse(&queries, visible, options, scratch, &mut result);
-                    }
+                    let like = like.map(|choices| &choices.heads[h][i]);
+                    head.step_sparse(&queries, visible, like, options, scratch, &mut result);
                     for (g, row) in result.chunks_exact(dim).enumerate() {
                         out.write((g * n + i) * dim, row);
                     }
@@ -420,12 +431,13 @@ impl Layer {
 
     /// Decode for a device. Appends the positions and does, for one after another, all of
     /// [`Layer::decode`] but the exact attention. Writes what the device needs for that, see
-    /// [`crate::pack`], to `staging`: at least [`Layer::staging_bytes`].
+    /// [`crate::pack`], to `staging`: at least [`Layer::staging_bytes`]. `like` as for decode.
     pub fn stage(
         &mut self,
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
+        like: Option<&Choices>,
         staging: &mut [u8],
         cancelled: &AtomicBool,
     ) -> Result<Staged> {
@@ -433,9 +445,10 @@ impl Layer {
         self.check_queries(q, n)?;
         let dtype = k[0].dtype();
         self.check_staging(n, dtype, staging)?;
+        self.check_choices(n, like)?;
         let result = self.grow(dtype, |layer| {
             let workers = layer.workers(cancelled);
-            layer.stage_each(q, k, v, staging, workers)
+            layer.stage_each(q, k, v, like, staging, workers)
         });
         if result.is_err() {
             self.abandon_stage();
@@ -448,6 +461,7 @@ impl Layer {
         q: &Heads<'_>,
         k: &Heads<'_>,
         v: &Heads<'_>,
+        like: Option<&Choices>,
         staging: &mut [u8],
         workers: Workers<'_>,
     ) -> Result<Staged> {
@@ -461,7 +475,10 @@ impl Layer {
         let counts = |heads: &[Head]| total(heads.iter());
         let (before, mut pack_time) = (counts(&self.heads), 0.0);
         let (mut sections, rows) = layout.split(staging, self.heads.len());
-        self.heads.iter_mut().for_each(Head::next_turn);
+        self.heads.iter_mut().for_each(|head| {
+            head.next_turn();
+            head.forget_choices();
+        });
         for i in 0..n {
             // 1. Heads side by side: append, search, find slots, write all but the rows.
             let mut items: Vec<_> = self.heads.iter_mut().zip(&mut sections).collect();
@@ -474,7 +491,8 @@ impl Layer {
                     for (g, query) in queries.chunks_exact_mut(dim).enumerate() {
                         scaled(q[h * group + g].row(i), scale, query);
                     }
-                    head.step_staged(&queries, first + i + 1, options, scratch);
+                    let like = like.map(|choices| &choices.heads[h][i]);
+                    head.step_staged(&queries, first + i + 1, like, options, scratch);
                     let attended = &mut out.attended[i * slots..][..slots];
                     attended.fill(0);
                     for slot in scratch.slots() {
@@ -639,6 +657,14 @@ impl Layer {
         self.heads.iter().map(Head::selected).collect()
     }
 
+    /// What the last call of [`Layer::decode`] or [`Layer::stage`] chose, unless some of it is gone.
+    pub fn choices(&self) -> Choices {
+        Choices {
+            seq_len: self.heads.first().map_or(0, |head| head.step().visible),
+            heads: (self.heads.iter().map(|head| head.choices().to_vec())).collect(),
+        }
+    }
+
     /// The last step of each KV head.
     pub fn last_steps(&self) -> impl Iterator<Item = Step> + '_ {
         self.heads.iter().map(Head::step)
@@ -727,6 +753,30 @@ impl Layer {
                 expected: format!("aligned to {STAGING_ALIGNMENT} bytes"),
                 got: format!("address {address:#x}"),
             });
+        }
+        Ok(())
+    }
+
+    /// Checks that what another layer chose is for the `n` positions that are to be appended.
+    fn check_choices(&self, n: usize, like: Option<&Choices>) -> Result<()> {
+        let Some(like) = like else {
+            return Ok(());
+        };
+        let refuse = |what: &'static str, expected: usize, got: usize| match expected == got {
+            true => Ok(()),
+            false => Err(Error::Like {
+                what,
+                expected,
+                got,
+            }),
+        };
+        refuse("KV heads", self.shape.kv_heads, like.heads.len())?;
+        refuse("tokens", self.seq_len() + n, like.seq_len)?;
+        let most = self.options.most_selected();
+        for choices in &like.heads {
+            refuse("positions in its last call", n, choices.len())?;
+            let selected = choices.iter().flatten().map(Vec::len).max().unwrap_or(0);
+            refuse("tokens selected at most", most, selected.max(most))?;
         }
         Ok(())
     }
@@ -969,7 +1019,7 @@ mod tests {
                     std::thread::sleep(Duration::from_micros(100 << (round % 12)));
                     cancelled.store(true, Ordering::Relaxed);
                 });
-                layer.stage(&new, &new, &new, staging, &cancelled)
+                layer.stage(&new, &new, &new, None, staging, &cancelled)
             });
             assert_eq!(layer.check(), Ok(()));
             let one = heads(&rows, 8900, 8901);
@@ -981,7 +1031,9 @@ mod tests {
                 cut += 1;
                 assert_eq!(result.unwrap_err(), Error::Interrupted);
                 assert!(layer.seq_len() == at && contents(&layer) == before);
-                let next = layer.stage(&one, &one, &one, staging, &never).unwrap();
+                let next = layer
+                    .stage(&one, &one, &one, None, staging, &never)
+                    .unwrap();
                 assert!(next.hits == 0 && next.misses > 0);
                 layer.crop(at).unwrap();
             }

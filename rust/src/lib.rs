@@ -19,6 +19,9 @@
 //! 4. The kept tokens are attended exactly; every other token counts through the mean of the
 //!    deepest node that was scored, and both are merged under one maximum ([`attend`]).
 //!
+//! A layer that follows another does no step 3: it takes the tokens that the other selected, and one
+//! level of nodes without them for the rest ([`select::reuse`]).
+//!
 //! **Decode for a device** (`Layer::stage`)
 //! 1. Decode's steps 1 to 3, reading only keys of sink and window.
 //! 2. The tokens that a position attends to exactly get slots on the device ([`residency`]).

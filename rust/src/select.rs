@@ -3,6 +3,8 @@
 //! DESIGN section 2, steps 1 to 4. Queries come scaled; all weights are `exp(logit - max)` under
 //! the maximum of their query at that time, kept beside them.
 
+pub mod reuse;
+
 use crate::config::{Options, Tail};
 use crate::ids::{KeyId, NodeId, PageId};
 use crate::order::Order;
@@ -27,6 +29,25 @@ pub struct Summarised {
     pub keys_read: bool,
 }
 
+/// What the selected tokens take from the mean values of their nodes, see [`reuse`].
+#[derive(Debug, Default)]
+struct Shift {
+    depth: usize,
+    nodes: Vec<NodeId>,
+    /// [queries, nodes]: how much of a node's mean value comes on top of its weight.
+    more: Vec<f32>,
+    /// [queries, tokens]: how much of a token's value goes, negative.
+    less: Vec<f32>,
+}
+
+impl Shift {
+    fn clear(&mut self) {
+        self.nodes.clear();
+        self.more.clear();
+        self.less.clear();
+    }
+}
+
 /// What a step decides on; reused from one to the next.
 #[derive(Debug, Default)]
 pub struct Selection {
@@ -48,6 +69,7 @@ pub struct Selection {
     tail_nodes: usize,
     /// Node and token keys read.
     pub key_rows: usize,
+    shift: Shift,
 
     frontier: Frontier,
     priorities: Vec<f32>,
@@ -79,6 +101,7 @@ impl Selection {
         self.parts = 0;
         self.tail_nodes = 0;
         self.key_rows = 0;
+        self.shift.clear();
         self.max.clear();
         self.max.extend_from_slice(max);
         self.base.clear();
@@ -137,13 +160,7 @@ impl Selection {
     /// Finds the leaves whose tokens are candidates; every other token goes to the tail.
     fn best_leaves(&mut self, tree: &Tree, queries: &[f32], options: &Options) {
         // 1, 2. Score the top; open the best nodes; what stays closed goes to the tail.
-        let dim = tree.pages.key_dim();
-        self.offsets.clear();
-        self.offsets.extend(
-            queries
-                .chunks_exact(dim)
-                .map(|q| dot(q, tree.transform.mean())),
-        );
+        self.centre(tree, queries);
         let mut frontier = std::mem::take(&mut self.frontier);
         let mut mass = GroupMass {
             selection: self,
@@ -169,6 +186,14 @@ impl Selection {
             .extend(best.map(|&p| frontier.nodes[p as usize]));
         self.places = places;
         self.frontier = frontier;
+    }
+
+    /// What the logits of node means lack, see `transform`.
+    fn centre(&mut self, tree: &Tree, queries: &[f32]) {
+        let queries = queries.chunks_exact(tree.pages.key_dim());
+        self.offsets.clear();
+        self.offsets
+            .extend(queries.map(|q| dot(q, tree.transform.mean())));
     }
 
     /// The paper's selection: each query head ranks pages by their best token through an M-DCI

@@ -27,8 +27,11 @@ class Probe:
         self.armed = armed
         self.true_mass = math.nan
 
-    def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self._layer.decode(q, k, v)
+    def decode(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, like: Probe | None = None
+    ) -> torch.Tensor:
+        others: dict[str, Any] = {} if like is None else {"like": like._layer}
+        out: torch.Tensor = self._layer.decode(q, k, v, **others)
         if self.armed:
             self.true_mass = self._measure(q[:, -1])
         return out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from icecache.config import IceConfig
@@ -31,6 +32,10 @@ POLICIES: dict[str, Policy] = {
     # The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.
     "pages": Policy(layer=LayerCache, config=IceConfig.paper, seeded=True),
     "icecache": Policy(layer=LayerCache, seeded=True),
+    # Every third layer searches.
+    "icecache-reuse": Policy(
+        layer=LayerCache, config=partial(IceConfig, reuse_layers=3), seeded=True
+    ),
 }
 
 

@@ -4,7 +4,7 @@ use super::arrays::{Array, Output};
 use super::errors::{interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::head::Times;
-use crate::layer::{Layer, Shape};
+use crate::layer::{Choices, Layer, Shape};
 use crate::rows::{Dtype, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
 use numpy::{IntoPyArray, PyArray1, PyArrayMethods};
@@ -14,6 +14,10 @@ use std::sync::Mutex;
 
 #[pyclass(name = "Layer", module = "icecache._icecache", frozen)]
 pub struct PyLayer(Mutex<Layer>);
+
+/// What each position of a call attended to exactly.
+#[pyclass(name = "Choices", module = "icecache._icecache", frozen)]
+pub struct PyChoices(Choices);
 
 /// Positions of the longest append or decode that does not look for signals.
 const FEW: usize = 32;
@@ -83,6 +87,8 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.validate(&q, &k, &v))
     }
 
+    /// `like`: what another layer selected, to take instead of searching.
+    #[pyo3(signature = (q, k, v, dtype, out, like=None))]
     fn decode(
         &self,
         py: Python<'_>,
@@ -91,6 +97,7 @@ impl PyLayer {
         v: Any<'_, '_>,
         dtype: &str,
         out: Any<'_, '_>,
+        like: Option<&Bound<'_, PyChoices>>,
     ) -> PyResult<()> {
         let [q, k, v] = [
             Array::new(q, dtype)?,
@@ -100,9 +107,10 @@ impl PyLayer {
         let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
         let mut out = Output::new(out, dtype)?;
         let out = out.elements()?;
+        let like = like.map(|choices| &choices.get().0);
         let long = k.first().is_some_and(|head| head.len > FEW);
         interruptible(py, &self.0, long, |layer, cancelled| {
-            layer.decode(&q, &k, &v, out, cancelled)
+            layer.decode(&q, &k, &v, like, out, cancelled)
         })
     }
 
@@ -159,6 +167,8 @@ impl PyLayer {
 
     /// Appends positions and fills `staging`, at least `staging_bytes` at a multiple of 16, with all
     /// that a device needs to attend. Returns where each section starts, counts, and bytes used.
+    /// `like` as for `decode`.
+    #[pyo3(signature = (q, k, v, dtype, staging, like=None))]
     fn stage<'py>(
         &self,
         py: Python<'py>,
@@ -167,6 +177,7 @@ impl PyLayer {
         v: Any<'_, 'py>,
         dtype: &str,
         staging: Bytes<'_, 'py>,
+        like: Option<&Bound<'py, PyChoices>>,
     ) -> PyResult<Bound<'py, PyDict>> {
         let [q, k, v] = [
             Array::new(q, dtype)?,
@@ -176,9 +187,10 @@ impl PyLayer {
         let (q, k, v) = (q.heads()?, k.heads()?, v.heads()?);
         let mut staging = staging.try_readwrite()?;
         let staging = staging.as_slice_mut()?;
+        let like = like.map(|choices| &choices.get().0);
         let long = k.first().is_some_and(|head| head.len > FEW);
         let staged = interruptible(py, &self.0, long, |layer, cancelled| {
-            layer.stage(&q, &k, &v, staging, cancelled)
+            layer.stage(&q, &k, &v, like, staging, cancelled)
         })?;
         let layout = staged.layout.expect("stage has one");
         let sections = [
@@ -255,6 +267,11 @@ impl PyLayer {
     #[getter]
     fn dtype(&self, py: Python<'_>) -> PyResult<Option<&'static str>> {
         locked(py, &self.0, |layer| Ok(layer.dtype().map(Dtype::name)))
+    }
+
+    /// What the last `decode` or `stage` attended to exactly, for other layers to do like it.
+    fn choices(&self, py: Python<'_>) -> PyResult<PyChoices> {
+        locked(py, &self.0, |layer| Ok(PyChoices(layer.choices())))
     }
 
     /// Positions attended exactly by the last step, of each KV head.

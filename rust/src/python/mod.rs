@@ -12,6 +12,8 @@ use pyo3::prelude::*;
 #[pymodule(gil_used = false)]
 mod _icecache {
     #[pymodule_export]
+    use super::layer::PyChoices;
+    #[pymodule_export]
     use super::layer::PyLayer;
     #[pymodule_export]
     use super::tree::PyIndex;

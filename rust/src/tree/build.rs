@@ -437,6 +437,7 @@ impl<'a> Draft<'a> {
             levels,
             len: tokens.keys.len,
             crowds: None,
+            places: Vec::new(),
         })
     }
 }

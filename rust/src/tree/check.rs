@@ -13,6 +13,7 @@ impl Tree {
         self.check_links()
             .and_then(|()| self.check_crowds())
             .and_then(|()| self.check_pages())
+            .and_then(|()| self.check_places())
             .and_then(|()| self.check_summaries())
             .map_err(Error::Invariant)
     }

@@ -64,6 +64,7 @@ impl Inserter {
         let page = &mut tree.levels[0].pages[leaf];
         *page = tree.pages.push(*page, key, value, id);
         tree.len += 1;
+        tree.place(leaf);
         self.path.clear();
         let mut node = leaf as NodeId;
         for depth in 0..tree.levels.len() {
@@ -169,6 +170,7 @@ impl Inserter {
         if depth == 0 {
             let page = tree.levels[0].pages[node];
             self.sums.add_page(&tree.transform, &tree.pages, page);
+            tree.place(node);
         } else {
             let children = &tree.levels[depth].children[node];
             self.sums.add_nodes(&tree.levels[depth - 1], children);

@@ -10,6 +10,7 @@ pub mod cluster;
 pub mod insert;
 pub mod link;
 pub mod node;
+pub mod places;
 pub mod project;
 pub mod regroup;
 pub mod remove;
@@ -17,6 +18,7 @@ pub mod search;
 pub mod summary;
 
 use crate::config::TreeOptions;
+use crate::ids::NodeId;
 use crate::pages::PagePool;
 use crate::rows::{Dtype, RowStore, Rows};
 use crate::transform::Transform;
@@ -42,6 +44,8 @@ pub struct Tree {
     pub whole: Whole,
     /// Only where options make families so large that scoring all of one is too much.
     pub crowds: Option<Box<Crowds>>,
+    /// The leaf of each token by its id, see `places`; empty while nobody asks.
+    places: Vec<NodeId>,
 }
 
 /// What stands for tokens that hardly count. As of the last time the top level changed much.
@@ -126,6 +130,7 @@ impl Tree {
             + self.pages.bytes()
             + self.whole.values.bytes()
             + self.levels.iter().map(Level::bytes).sum::<usize>()
+            + self.places.capacity() * size_of::<NodeId>()
             + self.crowds.as_ref().map_or(0, |crowds| crowds.bytes())
     }
 }

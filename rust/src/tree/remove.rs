@@ -65,6 +65,7 @@ impl Tree {
             self.pages.release(page);
         }
         self.len = kept;
+        self.places.truncate(first as usize);
         for depth in 0..self.levels.len() {
             self.drop_empty(depth);
             if depth + 1 < self.levels.len() {
@@ -126,6 +127,9 @@ impl Tree {
         }
         if node == last {
             return;
+        }
+        if depth == 0 {
+            self.place(node);
         }
         let parent = self.levels[depth].scalars[node].parent;
         if let Some(above) = self.levels.get_mut(depth + 1) {

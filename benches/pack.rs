@@ -3,14 +3,16 @@
 //! down both; medians.
 //!
 //!     cargo bench --bench pack
-//!     GLIBC_TUNABLES=glibc.malloc.hugetlb=1 cargo bench --bench pack     # in huge pages
 //!
 //! Every round reads other rows out of half a gigabyte, so that hardly any is in a cache. "Apart": every
 //! key and value somewhere else; "in pages": a token's value six rows after its key, as pages of six
 //! have them.
 
+use half::bf16;
+use icecache::memory::Numbers;
 use icecache::pack::pack;
 use icecache::random::Random;
+use icecache::rows::Elements;
 use icecache::threads::Workers;
 use std::hint::black_box;
 use std::time::Instant;
@@ -43,7 +45,9 @@ fn median(mut seconds: Vec<f64>) -> f64 {
 
 fn main() {
     let mut random = Random::new(0, 0);
-    let memory: Vec<u8> = (0..ROWS * ROW).map(|i| i as u8).collect();
+    let mut memory = Numbers::<bf16>::zeros(ROWS * ROW / size_of::<bf16>());
+    (memory.iter_mut().enumerate()).for_each(|(i, x)| *x = bf16::from_bits(i as u16));
+    let memory = Elements::Bf16(&memory).as_bytes();
     let row = |i: usize| &memory[i * ROW..][..ROW];
     let apart = shuffled(&mut random, ROWS);
     let apart: Vec<[usize; 2]> = apart.chunks_exact(2).map(|two| [two[0], two[1]]).collect();

@@ -30,7 +30,7 @@ RUST = """
     attend
     select/reuse
     residency pack
-    head layer
+    head head/stage layer layer/stage
     python/errors python/arrays python/tree python/layer python/mod
     lib
 """

@@ -6,7 +6,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from icecache import kernels
+import icecache.device as device_module
 from icecache.device import CudaDevice, CudaStream, Device
 
 
@@ -25,6 +25,15 @@ def calls(monkeypatch):
     return calls
 
 
+@pytest.fixture(autouse=True)
+def prepared(monkeypatch):
+    """The numbers of the devices for which the kernel was compiled."""
+    prepared = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    monkeypatch.setattr(device_module, "prepare", prepared.append)
+    return prepared
+
+
 def tensor(calls, name, address=0):
     """A tensor on a device that is not there."""
     fake = Mock(is_cuda=True, data_ptr=Mock(return_value=address))
@@ -41,7 +50,7 @@ def test_a_copy_keeps_both_and_does_not_block(calls):
 
 def test_a_scatter_is_launched_in_its_stream_on_its_device(calls, monkeypatch):
     launched = []
-    monkeypatch.setattr(kernels, "scatter_rows", lambda *args: launched.append(args))
+    monkeypatch.setattr(device_module, "scatter_rows", lambda *args: launched.append(args))
     device, stream = CudaDevice("cuda:1"), CudaStream(Mock(cuda_stream=77))
     tensors = [tensor(calls, i, address=256 * i) for i in range(4)]
     device.scatter(*tensors, 5, 32, stream)
@@ -76,8 +85,9 @@ def test_pinned_memory_has_the_layout_of_the_tensor_unless_that_has_gaps(monkeyp
             assert pinned.stride() == strides and not pinned.is_inference()
 
 
-def test_it_is_a_device_and_only_a_cuda_device():
+def test_it_is_a_device_and_only_a_cuda_device(prepared):
     device = CudaDevice(torch.device("cuda", 2))
+    assert prepared == [2]
     assert isinstance(device, Device) and device.torch_device == torch.device("cuda:2")
     with pytest.raises(ValueError, match="expected a CUDA device, got 'cpu'"):
         CudaDevice("cpu")

@@ -28,7 +28,7 @@ from test_arrays import BAD_CALLS, DIM, GROUP, HEADS, torch_views
 from icecache import IceConfig, device_layer
 from icecache.device import CudaDevice
 from icecache.device_layer import DeviceLayerCache
-from icecache.pipeline import Pipeline
+from icecache.pipeline import Job, Pipeline
 from icecache.sdpa import merge
 from icecache.transfer import Transfer
 
@@ -531,7 +531,7 @@ def test_prefill_returns_before_it_is_indexed_and_waits_when_too_many_do():
     pipeline, gate = Pipeline(depth=2), threading.Event()
     shared = dict(transfer=Transfer(device), pipeline=pipeline)
     layers = [on_device(problem, device, shared) for _ in range(2)]
-    holding = pipeline.submit(gate.wait)
+    pipeline.submit(holding := Job(gate.wait))
     try:
         layers[0].prefill(problem.k, problem.v)
         assert (layers[0].seq_len, layers[0].dtype) == (300, "f32")
@@ -553,7 +553,7 @@ def test_reset_drops_what_waits_to_be_indexed():
     problem = make_problem("torch-f32", n=300)
     pipeline, gate = Pipeline(), threading.Event()
     layer = on_device(problem, HostDevice(), dict(pipeline=pipeline))
-    holding = pipeline.submit(gate.wait)
+    pipeline.submit(holding := Job(gate.wait))
     try:
         layer.prefill(problem.k, problem.v)
         layer.reset()
@@ -561,7 +561,8 @@ def test_reset_drops_what_waits_to_be_indexed():
     finally:
         gate.set()
     holding.wait()
-    pipeline.submit(lambda: None).wait()
+    pipeline.submit(last := Job(lambda: None))
+    last.wait()
     assert layer._core.seq_len == 0
 
 
@@ -629,7 +630,7 @@ def test_a_fork_in_the_middle_of_a_prefill_is_an_error_not_a_hang():
     problem = make_problem("torch-f32", n=300)
     pipeline, gate = Pipeline(), threading.Event()
     layer = on_device(problem, HostDevice(), dict(pipeline=pipeline))
-    holding = pipeline.submit(gate.wait)
+    pipeline.submit(holding := Job(gate.wait))
     layer.prefill(problem.k, problem.v)
     if (pid := os.fork()) == 0:
         refused = 0

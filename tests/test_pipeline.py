@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from icecache.pipeline import Pipeline
+from icecache.pipeline import Job, Pipeline
 
 posix = pytest.mark.skipif(sys.platform == "win32", reason="forks of POSIX")
 
@@ -30,9 +30,17 @@ def python(code):
     return run.stdout
 
 
+def submit(pipeline, work):
+    job = Job(work)
+    pipeline.submit(job)
+    return job
+
+
 def test_jobs_are_done_in_order_by_one_thread():
     pipeline, done = Pipeline(), []
-    jobs = [pipeline.submit(lambda i=i: done.append((i, threading.get_ident()))) for i in range(20)]
+    jobs = [
+        submit(pipeline, lambda i=i: done.append((i, threading.get_ident()))) for i in range(20)
+    ]
     for job in jobs:
         job.wait()
         assert job.error is None
@@ -44,12 +52,12 @@ def test_jobs_are_done_in_order_by_one_thread():
 def test_it_takes_so_many_jobs_and_then_waits(depth, gate):
     pipeline, taken = Pipeline(depth), []
 
-    def submit():
+    def submit_all():
         for i in range(depth + 1):
-            pipeline.submit(gate.wait)
+            submit(pipeline, gate.wait)
             taken.append(i)
 
-    thread = threading.Thread(target=submit)
+    thread = threading.Thread(target=submit_all)
     thread.start()
     thread.join(0.2)
     assert thread.is_alive() and len(taken) == depth
@@ -62,7 +70,7 @@ def test_it_takes_so_many_jobs_and_then_waits(depth, gate):
 
 def test_an_error_stays_with_its_job():
     pipeline = Pipeline()
-    bad, good = pipeline.submit(lambda: 1 // 0), pipeline.submit(lambda: None)
+    bad, good = submit(pipeline, lambda: 1 // 0), submit(pipeline, lambda: None)
     for _ in range(2):
         bad.wait()
         assert isinstance(bad.error, ZeroDivisionError)
@@ -79,13 +87,13 @@ def test_a_job_that_waits_is_dropped_and_one_that_runs_is_waited_for(gate):
         time.sleep(0.05)
         done.append("first")
 
-    first, second = pipeline.submit(run), pipeline.submit(lambda: done.append("second"))
+    first, second = submit(pipeline, run), submit(pipeline, lambda: done.append("second"))
     assert begun.wait(10)
     second.cancel()
     second.wait()
     assert second.error is None and done == []
     # What was dropped makes room at once.
-    third = pipeline.submit(lambda: done.append("third"))
+    third = submit(pipeline, lambda: done.append("third"))
     gate.set()
     first.cancel()
     assert done[0] == "first" and first.error is None
@@ -96,7 +104,7 @@ def test_a_job_that_waits_is_dropped_and_one_that_runs_is_waited_for(gate):
 
 def test_a_pipeline_that_is_dropped_ends_its_thread():
     pipeline, threads = Pipeline(), []
-    pipeline.submit(lambda: threads.append(threading.current_thread())).wait()
+    submit(pipeline, lambda: threads.append(threading.current_thread())).wait()
     assert threads[0].is_alive()
     del pipeline
     threads[0].join(10)
@@ -106,10 +114,10 @@ def test_a_pipeline_that_is_dropped_ends_its_thread():
 def test_at_the_end_of_the_interpreter_jobs_are_done():
     assert "done\ndone" in python("""
         import time
-        from icecache.pipeline import Pipeline
+        from icecache.pipeline import Job, Pipeline
         pipeline = Pipeline()
         for _ in range(2):
-            pipeline.submit(lambda: (time.sleep(0.1), print("done", flush=True)))
+            pipeline.submit(Job(lambda: (time.sleep(0.1), print("done", flush=True))))
     """)
 
 
@@ -117,11 +125,13 @@ def test_at_the_end_of_the_interpreter_jobs_are_done():
 def test_a_fork_has_a_thread_of_its_own_but_not_the_jobs():
     out = python("""
         import os, threading
-        from icecache.pipeline import Pipeline
+        from icecache.pipeline import Job, Pipeline
         gate, pipeline = threading.Event(), Pipeline()
-        ended = pipeline.submit(lambda: None)
+        ended, running, waiting = Job(lambda: None), Job(gate.wait), Job(gate.wait)
+        pipeline.submit(ended)
         ended.wait()
-        running, waiting = (pipeline.submit(gate.wait) for _ in range(2))
+        pipeline.submit(running)
+        pipeline.submit(waiting)
         pid = os.fork()
         if pid == 0:
             ended.wait(), ended.cancel()
@@ -134,7 +144,9 @@ def test_a_fork_has_a_thread_of_its_own_but_not_the_jobs():
                     else:
                         raise AssertionError("a job that nobody does")
             for _ in range(3):
-                pipeline.submit(lambda: print("in the child", flush=True)).wait()
+                job = Job(lambda: print("in the child", flush=True))
+                pipeline.submit(job)
+                job.wait()
         else:
             gate.set()
             assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
@@ -142,3 +154,48 @@ def test_a_fork_has_a_thread_of_its_own_but_not_the_jobs():
             print("in the parent")
     """)
     assert out.count("in the child") == 3 and out.endswith("in the parent\n")
+
+
+def test_a_job_that_was_never_handed_over_can_be_cancelled():
+    job = Job(lambda: 1 // 0)
+    job.cancel()
+    job.wait()
+    job.run()
+    assert job.is_over and job.error is None
+
+
+@posix
+def test_interrupts_at_any_time_leave_it_working():
+    """An interval timer raises in the main thread, wherever it is."""
+    out = python("""
+        import signal, time
+        from icecache.pipeline import Job, Pipeline
+
+        class Interrupt(Exception):
+            pass
+
+        def interrupt(*_):
+            raise Interrupt
+
+        signal.signal(signal.SIGALRM, interrupt)
+        pipeline, done, interrupts = Pipeline(), [], 0
+        until = time.monotonic() + 2
+        while time.monotonic() < until:
+            job = None
+            try:
+                signal.setitimer(signal.ITIMER_REAL, 1e-5 + (interrupts % 40) * 1e-5)
+                job = Job(lambda: time.sleep(1e-4))
+                pipeline.submit(job)
+                job.wait()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            except Interrupt:
+                interrupts += 1
+                if job is not None:
+                    job.cancel()
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        last = Job(lambda: print("still working", flush=True))
+        pipeline.submit(last)
+        last.wait()
+        assert interrupts > 100, interrupts
+    """)
+    assert out == "still working\n"

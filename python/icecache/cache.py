@@ -407,7 +407,7 @@ def _plain_layers(owner: PreTrainedModel) -> tuple[list[Any], dict[int, str]]:
 
 class Stores:
     """Makes the store of each layer where its queries are: on the CPU, or on a device, whose layers
-    share one `Transfer`. All share one `Pipeline`.
+    share one `Transfer`. The layers of all devices share one `Pipeline`.
 
     open_device: makes the `Device` of a `torch.device` other than the CPU.
     """
@@ -416,7 +416,7 @@ class Stores:
         self, config: IceConfig, open_device: Callable[[torch.device], Device] = CudaDevice
     ) -> None:
         self._config, self._open_device = config, open_device
-        self._pipeline = Pipeline()
+        self._pipeline: Pipeline | None = None
         self._transfers: dict[torch.device, Transfer] = {}
 
     def __call__(
@@ -432,6 +432,8 @@ class Stores:
         shape = (num_q_heads, num_kv_heads, head_dim, self._config, scale)
         if device.type == "cpu":
             return LayerCache(*shape, layer_index=layer_index)
+        if self._pipeline is None:
+            self._pipeline = Pipeline()
         if device not in self._transfers:
             self._transfers[device] = Transfer(self._open_device(device))
         transfer = self._transfers[device]

@@ -41,8 +41,24 @@ SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="An option of IceConfig, for icecache."),
 ]
+
+
+def _can_be_written(path: Path | None) -> Path | None:
+    """Refuses a file that could not be written, before hours of work and not after."""
+    if path is not None and not path.resolve().parent.is_dir():
+        raise typer.BadParameter(f"there is no folder {path.parent}")
+    return path
+
+
 JsonOption = Annotated[
-    Path | None, typer.Option("--json", help="Also write the figures to this file.")
+    Path | None,
+    typer.Option(
+        "--json",
+        dir_okay=False,
+        writable=True,
+        callback=_can_be_written,
+        help="Also write the figures to this file.",
+    ),
 ]
 QHeadsOption = Annotated[int, typer.Option("--q-heads", min=1, help="Query heads of the layer.")]
 KvHeadsOption = Annotated[int, typer.Option("--kv-heads", min=1, help="Its KV heads.")]
@@ -214,7 +230,14 @@ def bench_step(
     set_: SetOption = None,
     json: JsonOption = None,
     plot: Annotated[
-        Path | None, typer.Option("--plot", help="Also plot milliseconds against tokens.")
+        Path | None,
+        typer.Option(
+            "--plot",
+            dir_okay=False,
+            writable=True,
+            callback=_can_be_written,
+            help="Also plot milliseconds against tokens.",
+        ),
     ] = None,
 ) -> None:
     """One decode step of one layer against exact attention, torch's sdpa and an exact scan.

@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
+from .kernels import prepare, scatter_rows
+
 Tensor = Any
 """A torch tensor."""
 
@@ -96,8 +98,8 @@ class CudaDevice:
     Args:
         device: a `torch.device`, or what makes one: "cuda", "cuda:1".
 
-    Raises `ValueError` if that is no CUDA device, and `RuntimeError` if torch cannot use it. The
-    first `scatter` raises `ImportError` if CuPy is missing, which compiles the kernel.
+    Raises `ValueError` if that is no CUDA device, `RuntimeError` if torch cannot use it, and
+    `ImportError` if CuPy is missing, which compiles the kernel.
     """
 
     def __init__(self, device: Any) -> None:
@@ -106,8 +108,10 @@ class CudaDevice:
         device = torch.device(device)
         if device.type != "cuda":
             raise ValueError(f"expected a CUDA device, got {str(device)!r}")
+        torch.cuda.init()  # type: ignore[no-untyped-call]
         index = torch.cuda.current_device() if device.index is None else device.index
         self.torch_device = torch.device("cuda", index)
+        prepare(index)
 
     def compute(self) -> CudaStream:
         import torch
@@ -157,8 +161,6 @@ class CudaDevice:
         row_bytes: int,
         stream: Any,
     ) -> None:
-        from .kernels import scatter_rows
-
         index = int(self.torch_device.index)
         uses = rows, targets, keys, values
 

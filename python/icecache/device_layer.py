@@ -44,8 +44,6 @@ class DeviceLayerCache(LayerCache):
     - `prefill` returns before the tokens are indexed. What is wrong with their elements (NaN) is
       raised by the next call, and by all that follow, which do nothing else: those tokens are gone.
       `crop` and `reset` forget such an error. Elements of a prefill's queries are not checked.
-    - If `decode` is interrupted the length is the earlier one, as with every error, and the slots
-      start empty.
     - `attend` and `attend_exact` compute on the CPU.
 
     Device memory: `device_slots` tokens (`IceConfig.device_tokens`) per KV head, and the staging
@@ -88,10 +86,10 @@ class DeviceLayerCache(LayerCache):
         self._core.open_device()
         self._tensors = True
         self._slots: Slots | None = None
-        # A prefill that is being indexed; length and dtype count it in.
+        # A prefill that is being indexed, and length and dtype with it.
         self._pending: Job | None = None
+        self._expected: tuple[int, str | None] = (0, None)
         self._failed: BaseException | None = None  # of the last prefill
-        self._length, self._dtype = 0, self._core.dtype
         self._chosen: list[Choices] = []  # by the batches of the last decode
         self._last: tuple[tuple[Event, Event], float, Marks] | None = None
 
@@ -103,7 +101,7 @@ class DeviceLayerCache(LayerCache):
         With `q`, the queries of the same positions, returns exact attention to everything stored
         so far, each position to itself and what is before it.
         """
-        with self._turn():
+        with self._growing():
             given = {"k": k, "v": v} if q is None else {"q": q, "k": k, "v": v}
             here = self._here(given)
             dtype = self._validate(here)
@@ -112,8 +110,9 @@ class DeviceLayerCache(LayerCache):
                 # The copies go down while the device attends.
                 arrival = self._transfer.down(k, v)
                 out = None if q is None else self._attend_all(here["q"], k, v)
-            self._pending = self._pipeline.submit(partial(_index, self._core, arrival))
-            self._length, self._dtype = self._length + k.shape[1], dtype
+            self._expected = self.seq_len + k.shape[1], dtype
+            self._pending = Job(partial(_index, self._core, arrival))
+            self._pipeline.submit(self._pending)
         return out
 
     def decode(self, q: Tensor, k: Tensor, v: Tensor, like: LayerCache | None = None) -> Tensor:
@@ -126,7 +125,7 @@ class DeviceLayerCache(LayerCache):
 
         if like is not None and not isinstance(like, DeviceLayerCache):
             raise TypeError(f"like must be a DeviceLayerCache, got {like!r}")
-        with self._turn(), self._transfer.lock:
+        with self._growing(), self._transfer.lock:
             core, transfer = self._core, self._transfer
 
             # 1. Queries, keys and values come down.
@@ -144,32 +143,25 @@ class DeviceLayerCache(LayerCache):
                     f"{len(batches)} batches, got {len(chosen)}"
                 )
             self._chosen = []
-            try:
-                for some, others in zip(batches, chosen, strict=True):
-                    # 2. The host appends, searches, and packs what the device lacks.
-                    staging = transfer.staging(core.staging_bytes)
-                    begun = time.perf_counter()
-                    staged = core.stage(
-                        queries[:, some], keys[:, some], values[:, some], dtype,
-                        staging.host.numpy(), others,
-                    )  # fmt: skip
-                    self._chosen.append(core.choices())
-                    stage_ms = 1e3 * (time.perf_counter() - begun)
-                    # 3. That goes up in one copy, and its rows to their slots.
-                    transfer.send(staging, staged["bytes"])
-                    transfer.scatter(
-                        staging, staged["rows"], staged["targets"], staged["misses"], slots
-                    )
-                    # 4. The device attends to slots, and merges the summary of the rest.
-                    work = self._attend_slots(q[:, some], staging, staged, slots, out[:, some])
-                    marks = transfer.use(work, staging, slots)
-                    self._last = arrival.events, stage_ms, marks
-            except BaseException:
-                core.abandon_stage()
-                core.crop(self._length)
-                self._note()
-                raise
-            self._length, self._dtype = self._length + n, dtype
+            for some, others in zip(batches, chosen, strict=True):
+                # 2. The host appends, searches, and packs what the device lacks.
+                staging = transfer.staging(core.staging_bytes)
+                begun = time.perf_counter()
+                staged = core.stage(
+                    queries[:, some], keys[:, some], values[:, some], dtype,
+                    staging.host.numpy(), others,
+                )  # fmt: skip
+                self._chosen.append(core.choices())
+                stage_ms = 1e3 * (time.perf_counter() - begun)
+                # 3. That goes up in one copy, and its rows to their slots.
+                transfer.send(staging, staged["bytes"])
+                transfer.scatter(
+                    staging, staged["rows"], staged["targets"], staged["misses"], slots
+                )
+                # 4. The device attends to slots, and merges the summary of the rest.
+                work = self._attend_slots(q[:, some], staging, staged, slots, out[:, some])
+                marks = transfer.use(work, staging, slots)
+                self._last = arrival.events, stage_ms, marks
         return out
 
     def _attend_slots(
@@ -201,7 +193,7 @@ class DeviceLayerCache(LayerCache):
         from the host block by block."""
         import torch
 
-        core, transfer, past = self._core, self._transfer, self._length
+        core, transfer, past = self._core, self._transfer, self.seq_len
         out = torch.empty_like(q)
         if past == 0:
             transfer.compute(lambda: out.copy_(attend_causal(q, k, v, None, self.scale)))
@@ -228,10 +220,10 @@ class DeviceLayerCache(LayerCache):
 
     def append(self, k: Tensor, v: Tensor) -> None:
         """Appends positions as `decode` does, without attending."""
-        with self._turn():
+        with self._growing():
             dtype, keys, values = self._to_host({"k": k, "v": v})
+            self._chosen = []
             self._core.append(keys, values, dtype)
-            self._note()
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Copies of all keys and values in order of position, [kv_heads, seq_len, head_dim]."""
@@ -249,7 +241,7 @@ class DeviceLayerCache(LayerCache):
             except BaseException:
                 self._failed = failed
                 raise
-            self._note()
+            self._chosen = []
 
     def reset(self) -> None:
         """Forgets everything, the dtype, and the error of a prefill too."""
@@ -258,17 +250,17 @@ class DeviceLayerCache(LayerCache):
                 self._pending.cancel()
             self._core.reset()
             self._pending = self._failed = self._slots = self._last = None
-            self._note()
+            self._chosen = []
 
     @property
     def seq_len(self) -> int:
         """Tokens stored, with those that are being indexed; does not wait for them."""
-        return self._length
+        return self._core.seq_len if self._pending is None else self._expected[0]
 
     @property
     def dtype(self) -> str | None:
         """One of "f32", "f16" and "bf16"; None while nothing is stored. Does not wait."""
-        return self._dtype
+        return self._core.dtype if self._pending is None else self._expected[1]
 
     def stats(self) -> LayerStats:
         """Sizes, what the last step read, and its times; waits until the device is done with it."""
@@ -286,20 +278,32 @@ class DeviceLayerCache(LayerCache):
         with self._lock:
             self._settle()
             if self._failed is not None:
-                raise self._failed
+                raise self._failed.with_traceback(None)
             yield
+
+    @contextmanager
+    def _growing(self) -> Iterator[None]:
+        """A turn that appends. If it ends early, whatever the cause, the tokens are gone again."""
+        with self._turn():
+            before = self.seq_len
+            try:
+                yield
+            except BaseException:
+                if self._pending is not None:
+                    self._pending.cancel()
+                    self._pending = None
+                self._chosen = []
+                if self._core.seq_len != before:
+                    self._core.abandon_stage()
+                    self._core.crop(before)
+                raise
 
     def _settle(self) -> None:
         """Waits for the tokens that are being indexed."""
         if (job := self._pending) is not None:
             job.wait()
-            self._pending, self._failed = None, job.error
-            self._note()
-
-    def _note(self) -> None:
-        """Brings length and dtype in line with what is stored, which has changed."""
-        self._length, self._dtype = self._core.seq_len, self._core.dtype
-        self._chosen = []
+            self._failed, self._chosen = job.error, []
+            self._pending = None
 
     def _attend(self, q: Tensor, exact: bool) -> Tensor:
         with self._turn():
@@ -327,7 +331,7 @@ class DeviceLayerCache(LayerCache):
         heads = {"q": self.num_q_heads, "k": self.num_kv_heads, "v": self.num_kv_heads}
         shapes = {name: (count, n, self.head_dim) for name, count in heads.items()}
         fit = n > 0 and all(x.shape == shapes[name] for name, x in given.items())
-        if not fit or self._dtype not in (None, dtype):
+        if not fit or self.dtype not in (None, dtype):
             # The core says what is wrong.
             like.setdefault("q", operand("q", _zeros(shapes["q"], given["k"].dtype)))
             self._core.validate(like["q"].array, like["k"].array, like["v"].array, dtype)
@@ -369,7 +373,7 @@ def _zeros(shape: tuple[int, ...], dtype: Any) -> Tensor:
     """Zeros in host memory: one row, repeated."""
     import torch
 
-    return torch.zeros(shape[-1:], dtype=dtype).expand(shape)
+    return torch.zeros(shape[-1:], dtype=dtype, device="cpu").expand(shape)
 
 
 def _view(memory: Tensor, shape: tuple[int, ...], dtype: Any) -> Tensor:

@@ -39,6 +39,15 @@ def launch_shape(count: int, row_bytes: int, word: int) -> tuple[tuple[int], tup
     return (min(-(-count // y), _MAX_BLOCKS),), (x, y)
 
 
+def prepare(device: int) -> None:
+    """Compiles the kernel for CUDA device number `device`, so that the first step need not.
+
+    Raises `ImportError` without CuPy, and what CuPy raises if the device cannot be used.
+    """
+    with _cupy().cuda.Device(device):
+        _kernel(16, device)
+
+
 def scatter_rows(
     rows: int,
     targets: int,
@@ -54,8 +63,8 @@ def scatter_rows(
 
     rows: u8 [count, 2, row_bytes]; targets: u32 [count], distinct; keys, values: u8
     [slots, row_bytes]; all addresses on CUDA device number `device`, to which the CUDA `stream`
-    belongs. Returns at once; the caller keeps the memory until the stream has passed. The first
-    call for a device compiles the kernel.
+    belongs. Returns at once, but that the first call for a width of words compiles; the caller
+    keeps the memory until the stream has passed.
 
     Raises `ValueError` for a row or an address that no word divides, `ImportError` without CuPy,
     and what CuPy raises if the device cannot be used.

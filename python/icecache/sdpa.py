@@ -7,8 +7,12 @@ The core's own exact attention (rust/src/head.rs) serves NumPy and is the oracle
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+T = TypeVar("T")
 
 _BLOCK = 256
 """Positions attended at a time: a mask stays small, and Ctrl-C is seen in between."""
@@ -20,6 +24,24 @@ _LARGEST_QUERY = 1e30
 """Largest element of a scaled query, as in rust/src/layer.rs: its products do not overflow."""
 
 
+def _as_given(attend: Callable[..., T]) -> Callable[..., T]:
+    """Attention whose first argument has a device, in the dtypes that it is given: autocast would
+    take others."""
+
+    @functools.wraps(attend)
+    def plain(first: Any, *args: Any, **options: Any) -> T:
+        import torch
+
+        kind = first.device.type
+        if not (torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind)):
+            return attend(first, *args, **options)
+        with torch.autocast(kind, enabled=False):
+            return attend(first, *args, **options)
+
+    return plain
+
+
+@_as_given
 def attend_causal(q: Any, k: Any, v: Any, past: tuple[Any, Any] | None, scale: float) -> Any:
     """Attention of `n` new positions to all `past` ones, and causally to themselves.
 
@@ -32,10 +54,14 @@ def attend_causal(q: Any, k: Any, v: Any, past: tuple[Any, Any] | None, scale: f
     attend = torch.nn.functional.scaled_dot_product_attention
     grouped = q.shape[0] != k.shape[0]
     if past is None and q.device.type != "cpu":
-        # A GPU has kernels for this, which need no memory for logits; in f32 not for groups.
-        if grouped and q.dtype == torch.float32:
+        # A GPU has kernels for this, which need no memory for logits. All but the one for half
+        # precision since Ampere take no groups, and all take rows without gaps and a scale above 0.
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        if grouped and not _takes_groups(q, k, v):
             group, grouped = q.shape[0] // k.shape[0], False
             k, v = k.repeat_interleave(group, 0), v.repeat_interleave(group, 0)
+        if scale <= 0:
+            q, scale = (-q, -scale) if scale < 0 else (torch.zeros_like(q), 1.0)
         whole = attend(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=grouped)
         return whole[0]
     if past is not None:
@@ -57,6 +83,16 @@ def attend_causal(q: Any, k: Any, v: Any, past: tuple[Any, Any] | None, scale: f
     return out
 
 
+def _takes_groups(q: Any, k: Any, v: Any) -> bool:
+    """Whether torch's flash attention serves these, the one kernel that takes groups."""
+    from torch.backends import cuda
+
+    if q.device.type != "cuda":
+        return False
+    params = cuda.SDPAParams(q[None], k[None], v[None], None, 0.0, True, True)
+    return bool(cuda.can_use_flash_attention(params))
+
+
 class Partial(NamedTuple):
     """Attention to a part of the keys, in float32.
 
@@ -71,6 +107,7 @@ class Partial(NamedTuple):
     """[q_heads, n, head_dim]: the sum of weight times value."""
 
 
+@_as_given
 def attend_partial(q: Any, keys: Any, values: Any, scale: float, mask: Any = None) -> Partial:
     """Attention of `n` positions to `m` keys, all of them or those that the mask names.
 

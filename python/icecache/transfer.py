@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from .device import Device, Event, Tensor
+from .device import CudaDevice, Device, Event, Tensor
 
 
 class Marks(NamedTuple):
@@ -84,14 +84,15 @@ class Transfer:
     """Copies for the layers of one device, which share it: one thread at a time, under `lock`.
 
     Args:
-        device: where the tensors are.
+        device: where the tensors are: a `torch.device`, its name, or a `Device`.
         depth: staging buffers, at least 2: while one is being sent the host writes the next.
     """
 
-    def __init__(self, device: Device, depth: int = 2) -> None:
+    def __init__(self, device: Any, depth: int = 2) -> None:
         if depth < 2:
             raise ValueError(f"depth must be at least 2, got {depth}")
-        self.device = device
+        self.device: Device = device if isinstance(device, Device) else CudaDevice(device)
+        device = self.device
         self.lock = threading.RLock()
         self._down, self._up = device.stream(), device.stream()
         self._ring: list[Staging | None] = [None] * depth
@@ -140,9 +141,9 @@ class Transfer:
         rows, targets: where in the buffer, in bytes, `count` pairs of a key row and a value row
         begin, and as many uint32 row indices (KV head * slots + slot).
         """
+        self._up.wait(slots.read)
         if count == 0:
             return
-        self._up.wait(slots.read)
         row_bytes = slots.keys.shape[-1] * slots.keys.element_size()
         self.device.scatter(
             staging.device[rows:],

@@ -28,3 +28,12 @@ impl SlotId {
         self.0 as usize
     }
 }
+
+/// Where a head keeps a token.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Place {
+    Sink(u32),
+    Window(u32),
+    /// Page and row.
+    Tree(PageId, u32),
+}

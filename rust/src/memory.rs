@@ -112,7 +112,7 @@ fn allocate<T: Number>(capacity: usize, zeroed: bool) -> NonNull<T> {
     if layout.size() == 0 {
         return NonNull::dangling();
     }
-    if let Some(start) = huge::allocate(layout.size()) {
+    if let Some(start) = huge::allocate(layout) {
         return start.cast();
     }
     // SAFETY: the size is not zero.
@@ -135,6 +135,9 @@ fn layout<T: Number>(capacity: usize) -> Layout {
 /// Mappings of their own for long allocations: a wish for huge pages that outlived its allocation would
 /// make what the heap puts there next larger.
 mod huge {
+    use std::alloc::Layout;
+    #[cfg(target_os = "linux")]
+    use std::alloc::handle_alloc_error;
     use std::ptr::NonNull;
 
     /// Bytes of a huge page, and of the shortest mapping.
@@ -145,7 +148,8 @@ mod huge {
     }
 
     /// Zeroed memory, aligned to a page of the system. `None` where the heap is to be asked.
-    pub fn allocate(bytes: usize) -> Option<NonNull<u8>> {
+    pub fn allocate(layout: Layout) -> Option<NonNull<u8>> {
+        let bytes = layout.size();
         if !is_long(bytes) {
             return None;
         }
@@ -158,7 +162,7 @@ mod huge {
             unsafe {
                 let start = libc::mmap(std::ptr::null_mut(), bytes, access, kind, -1, 0);
                 if start == libc::MAP_FAILED {
-                    std::alloc::handle_alloc_error(super::layout::<f32>(bytes / 4));
+                    handle_alloc_error(layout);
                 }
                 libc::madvise(start, bytes, libc::MADV_HUGEPAGE);
                 NonNull::new(start.cast())

@@ -13,6 +13,7 @@
 //! then slot.
 
 use crate::error::Result;
+use crate::ids::Place;
 use crate::rows::Elements;
 use crate::simd::prefetch;
 use crate::threads::Workers;
@@ -109,6 +110,30 @@ impl Layout {
         };
         (std::iter::from_fn(&mut next).collect(), rest)
     }
+}
+
+/// What a layer sends to its device.
+#[derive(Debug, Default)]
+pub struct Device {
+    /// KV head and place of each token that the position at hand has to send.
+    pub tokens: Vec<(usize, Place)>,
+    /// Where those of all positions go: KV head * slots + slot.
+    pub targets: Vec<u32>,
+    pub last: Staged,
+}
+
+/// What was written to one staging buffer.
+#[derive(Debug, Clone, Default)]
+pub struct Staged {
+    /// `None` before the first call.
+    pub layout: Option<Layout>,
+    /// Tokens that the device has already, and those that it gets, over all KV heads.
+    pub hits: usize,
+    pub misses: usize,
+    /// Bytes of their keys and values.
+    pub row_bytes: usize,
+    /// Seconds that packing these took.
+    pub pack_time: f32,
 }
 
 /// What one KV head writes, [positions, slots] and [group, positions, ...].

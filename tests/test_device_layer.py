@@ -1,10 +1,13 @@
 """`DeviceLayerCache` on a device in host memory, held against `LayerCache`."""
 
+import contextlib
 import copy
 import os
 import pickle
+import signal
 import sys
 import threading
+import time
 from itertools import pairwise
 
 import numpy as np
@@ -644,3 +647,44 @@ def test_a_fork_in_the_middle_of_a_prefill_is_an_error_not_a_hang():
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     holding.wait()
     layer.check()
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="timers of POSIX")
+@pytest.mark.parametrize("call", ["append", "decode", "prefill"])
+def test_an_interrupt_at_any_time_leaves_what_was_there(call):
+    problem = make_problem("torch-f32", n=430)
+    layer = on_device(problem, HostDevice("eager", live=True), token_budget=6)
+    layer.prefill(*problem.rows(0, 400)[1:])
+    layer.check()
+    (q, k, v), rows = problem.rows(400, 430), (problem.k, problem.v)
+    work = {
+        "append": lambda: layer.append(k, v),
+        "decode": lambda: layer.decode(q, k, v),
+        "prefill": lambda: layer.prefill(k, v, q),
+    }[call]
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before, interrupted = signal.signal(signal.SIGALRM, interrupt), 0
+    try:
+        spent = 1e-3
+        for i in range(60):
+            begun = time.perf_counter()
+            try:
+                signal.setitimer(signal.ITIMER_REAL, spent * (i % 10 + 1) / 10)
+                work()
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                spent = time.perf_counter() - begun
+            except KeyboardInterrupt:
+                interrupted += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+            with contextlib.suppress(ValueError):  # the device's work was cut in two
+                layer.check()
+            layer.crop(min(400, layer.seq_len))
+            assert layer.seq_len == 400
+            assert all(same(a, b[:, :400]) for a, b in zip(layer.gather(), rows, strict=True))
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted > 5

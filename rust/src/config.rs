@@ -35,15 +35,16 @@ const LEAST_CANDIDATES: usize = 256;
 const DEVICE_FACTOR: usize = 4;
 
 /// Unless the options say otherwise, a step opens `BASE_SHARE` of the lowest upper nodes and scores
-/// `BASE_FACTOR` times the budget up to so many tokens. Beyond, it opens a smaller share and scores
-/// more candidates, so that the rows it reads grow about as the square root of the length while the
-/// error hardly does (docs/findings.md). Beyond `WHOLE_LENGTH` it scores only as many of the lowest
-/// upper nodes as there are at that length.
+/// `BASE_FACTOR` times the budget up to so many tokens. Beyond, it opens as many nodes as there, and
+/// scores more candidates, so that the rows it reads grow about as the square root of the length while
+/// the error hardly does (docs/findings.md). Beyond `WIDE_LENGTH` it opens more again, and beyond
+/// `WHOLE_LENGTH` it scores only as many of the lowest upper nodes as there are at that length.
 const BASE_LENGTH: usize = 8192;
 const BASE_SHARE: f32 = 0.75;
 const BASE_FACTOR: f32 = 8.0;
-const OPEN_POWER: f32 = -0.77;
 const CANDIDATES_POWER: f32 = 0.55;
+const WIDE_LENGTH: usize = 32_768;
+const WIDE_POWER: f32 = 0.4;
 const WHOLE_LENGTH: usize = 131_072;
 
 /// Shape of a tree.
@@ -173,7 +174,7 @@ impl Options {
         let wanted = match self.candidate_factor {
             Some(factor) => self.token_budget.saturating_mul(factor),
             None => {
-                let factor = BASE_FACTOR * beyond_base(tokens).powf(CANDIDATES_POWER);
+                let factor = BASE_FACTOR * beyond(BASE_LENGTH, tokens).powf(CANDIDATES_POWER);
                 (self.token_budget as f32 * factor) as usize
             }
         };
@@ -182,8 +183,9 @@ impl Options {
 
     /// Share of the lowest upper level of a tree of so many tokens that a step opens.
     pub fn open_share(&self, tokens: usize) -> f32 {
-        self.open_fraction
-            .unwrap_or_else(|| BASE_SHARE * beyond_base(tokens).powf(OPEN_POWER))
+        self.open_fraction.unwrap_or_else(|| {
+            BASE_SHARE * beyond(WIDE_LENGTH, tokens).powf(WIDE_POWER) / beyond(BASE_LENGTH, tokens)
+        })
     }
 
     /// Share of the lowest upper level of a tree of so many tokens that a step scores.
@@ -195,9 +197,9 @@ impl Options {
     }
 }
 
-/// The length as a multiple of the base length, at least 1.
-fn beyond_base(tokens: usize) -> f32 {
-    tokens.max(BASE_LENGTH) as f32 / BASE_LENGTH as f32
+/// The length as a multiple of another one, at least 1.
+fn beyond(base: usize, tokens: usize) -> f32 {
+    tokens.max(base) as f32 / base as f32
 }
 
 fn at_least(option: &'static str, got: usize, low: usize) -> Result<()> {

@@ -127,13 +127,13 @@ class HostDevice:
 
     def empty(self, nbytes):
         with torch.inference_mode(False):
-            memory = poison(torch.empty(nbytes, dtype=torch.uint8))
+            memory = poison(torch.empty(nbytes, dtype=torch.uint8, device="cpu"))
         self.compute().run(lambda: poison(memory))
         return memory
 
     def zeros(self, shape, dtype):
         with torch.inference_mode(False):
-            memory = poison(torch.empty(shape, dtype=dtype))
+            memory = poison(torch.empty(shape, dtype=dtype, device="cpu"))
         self.compute().run(lambda: memory.zero_())
         return memory
 

@@ -91,3 +91,12 @@ def test_it_is_a_device_and_only_a_cuda_device(prepared):
     assert isinstance(device, Device) and device.torch_device == torch.device("cuda:2")
     with pytest.raises(ValueError, match="expected a CUDA device, got 'cpu'"):
         CudaDevice("cpu")
+
+
+def test_what_cannot_be_compiled_is_said_at_once(monkeypatch):
+    def missing(index):
+        raise ImportError(f"no CuPy for {index}")
+
+    monkeypatch.setattr(device_module, "prepare", missing)
+    with pytest.raises(ImportError, match="no CuPy for 0"):
+        CudaDevice("cuda:0")

@@ -688,3 +688,41 @@ def test_an_interrupt_at_any_time_leaves_what_was_there(call):
     finally:
         signal.signal(signal.SIGALRM, before)
     assert interrupted > 5
+
+
+@pytest.mark.parametrize("dtype", TORCH)
+def test_autocast_and_a_default_device_change_nothing(dtype):
+    problem = make_problem(f"torch-{dtype}", n=430)
+    answers = []
+    for plain in (True, False):
+        device = HostDevice("eager", live=True)
+        layer = on_device(problem, device, token_budget=6)
+        around = contextlib.ExitStack()
+        if not plain:
+            around.enter_context(torch.device("meta"))
+            around.enter_context(torch.autocast("cpu", torch.bfloat16))
+        with around:
+            answers.append(
+                [
+                    layer.prefill(*(problem.rows(0, 300)[i] for i in (1, 2, 0))),
+                    layer.prefill(*(problem.rows(300, 420)[i] for i in (1, 2, 0))),
+                    layer.decode(*problem.rows(420, 430)),
+                ]
+            )
+    assert all(same(a, b) for a, b in zip(*answers, strict=True))
+
+
+def test_layers_whose_steps_run_in_other_compute_streams_wait_for_their_slots():
+    problem = make_problem("torch-f32", n=60)
+    device = HostDevice("late")
+    first, second = device.compute_stream(), device.compute_stream()
+    layer = on_device(problem, device, dense_below=1024)
+    cpu = problem.layer(dense_below=1024)
+    layer.prefill(*problem.rows(0, 50)[1:])
+    cpu.prefill(*problem.rows(0, 50)[1:])
+    for i, stream in ((50, first), (51, second)):
+        with device.computing(stream):
+            out = layer.decode(*problem.rows(i, i + 1))
+        want = cpu.decode(*problem.rows(i, i + 1))
+    second.finish()
+    assert_close(out, tensor(want), problem.v, roundings=2)

@@ -716,7 +716,12 @@ def test_layers_whose_steps_run_in_other_compute_streams_wait_for_their_slots():
     problem = make_problem("torch-f32", n=60)
     device = HostDevice("late")
     first, second = device.compute_stream(), device.compute_stream()
-    layer = on_device(problem, device, dense_below=1024)
+    shared = dict(transfer=Transfer(device))
+    warm = on_device(problem, device, shared, dense_below=1024)  # fills the ring of buffers
+    for i in range(4):
+        warm.decode(*problem.rows(i, i + 1))
+    device.finish()
+    layer = on_device(problem, device, shared, dense_below=1024)
     cpu = problem.layer(dense_below=1024)
     layer.prefill(*problem.rows(0, 50)[1:])
     cpu.prefill(*problem.rows(0, 50)[1:])

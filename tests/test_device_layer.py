@@ -386,6 +386,10 @@ def test_a_transfer_of_another_device_is_refused():
             DeviceLayerCache(2, 1, 8, device=device)
     with pytest.raises(ValueError, match="expected a CUDA device, got 'cpu'"):
         CudaDevice("cpu")
+    with pytest.raises(TypeError, match="expected a device, or the transfer of one"):
+        DeviceLayerCache(2, 1, 8)
+    with pytest.raises(ValueError, match="expected a CUDA device, got 'cpu'"):
+        Transfer("cpu")
 
 
 def test_it_says_what_it_is_and_stays_where_it_is():

@@ -440,7 +440,6 @@ class Stores:
         return DeviceLayerCache(
             *shape,
             layer_index=layer_index,
-            device=transfer.device,
             transfer=transfer,
             pipeline=self._pipeline,
         )

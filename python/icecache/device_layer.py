@@ -51,7 +51,7 @@ class DeviceLayerCache(LayerCache):
 
     Args:
         num_q_heads, num_kv_heads, head_dim, config, scale, layer_index: as for `LayerCache`.
-        device: a `torch.device`, its name, or a `Device`.
+        device: a `torch.device`, its name, or a `Device`; None: that of `transfer`.
         transfer: shared by the layers on this device; None: one of its own.
         pipeline: shared by all layers of a cache; None: one of its own.
 
@@ -67,18 +67,20 @@ class DeviceLayerCache(LayerCache):
         scale: float | None = None,
         *,
         layer_index: int = 0,
-        device: Any,
+        device: Any = None,
         transfer: Transfer | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__(
             num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index
         )
-        if not isinstance(device, Device):
+        if device is None and transfer is None:
+            raise TypeError("expected a device, or the transfer of one")
+        if device is not None and not isinstance(device, Device):
             device = CudaDevice(device)
         self._transfer = Transfer(device) if transfer is None else transfer
         self._device = self._transfer.device.torch_device
-        if self._device != device.torch_device:
+        if device is not None and self._device != device.torch_device:
             raise ValueError(
                 f"expected a transfer of {device.torch_device}, got one of {self._device}"
             )

@@ -76,14 +76,15 @@ def test_rows_of_a_text(model, ids, progress):
     runs = plan(POLICIES, [16, 1000])
     rows = evaluate_text(model, "noise", ids, CONTEXT, runs, progress)
     by_name = {(row.policy, row.budget): row for row in rows}
-    both = [(p, b) for p in ("topk", "pages", "icecache") for b in (16, 1000)]
+    names = ("topk", "pages", "icecache", "icecache-reuse")
+    both = [(p, b) for p in names for b in (16, 1000)]
     assert list(by_name) == [("full", None), ("window", None), *both]
 
     direct = direct_log_probs(model, ids)
     losses = [-float(direct[i, ids[i + 1]]) for i in range(CONTEXT, CONTEXT + TOKENS)]
     perplexity = math.exp(sum(losses) / TOKENS)
     everything = sum(range(CONTEXT + 1, CONTEXT + TOKENS + 1)) / TOKENS
-    for name in (("full", None), ("topk", 1000), ("pages", 1000), ("icecache", 1000)):
+    for name in (("full", None), *((name, 1000) for name in names)):
         row = by_name[name]
         assert row.perplexity == pytest.approx(perplexity, rel=1e-3)
         assert abs(row.kl) < 1e-6

@@ -73,7 +73,9 @@ def without_gradients(name: str, value: Any) -> Any:
     """A tensor that records no gradients; `ValueError` if they would have to flow through."""
     import torch
 
-    if value.requires_grad and torch.is_grad_enabled():
+    if not value.requires_grad:
+        return value
+    if torch.is_grad_enabled():
         raise ValueError(
             f"{name} records gradients, which a cache cannot pass on: "
             "run under torch.no_grad() or torch.inference_mode()"

@@ -64,8 +64,9 @@ class IceConfig:
     refine_passes: int = 2
     """Times that the build moves the nodes to their means and links everything anew."""
     open_fraction: float | None = None
-    """Share of the lowest upper nodes whose leaves are scored; levels above are scored whole. None
-    means 0.75 up to 8,192 tokens, and less beyond (PARAMETERS.md)."""
+    """Share of the lowest upper nodes whose leaves are scored; they and the levels above are scored
+    whole. None means 0.75 up to 8,192 tokens, less beyond, and from 131,072 tokens on a part of the
+    lowest upper nodes is scored (PARAMETERS.md)."""
     field_of_view: int = 32
     """Nodes opened per level by an M-DCI search (selection "pages")."""
     selection: str = "tokens"

@@ -92,9 +92,8 @@ class Transfer:
         if depth < 2:
             raise ValueError(f"depth must be at least 2, got {depth}")
         self.device: Device = device if isinstance(device, Device) else CudaDevice(device)
-        device = self.device
         self.lock = threading.RLock()
-        self._down, self._up = device.stream(), device.stream()
+        self._down, self._up = self.device.stream(), self.device.stream()
         self._ring: list[Staging | None] = [None] * depth
         self._turn = 0
 

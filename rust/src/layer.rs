@@ -375,14 +375,7 @@ impl Layer {
         let (n, dim) = (self.seq_len(), self.shape.head_dim);
         for (what, out) in [("keys", &keys), ("values", &values)] {
             self.check_elements(what, self.shape.kv_heads * n * dim, out)?;
-            if let Some(expected) = self.dtype.filter(|&dtype| dtype != out.dtype()) {
-                let got = out.dtype();
-                return Err(Error::Dtype {
-                    what,
-                    expected,
-                    got,
-                });
-            }
+            require_dtype(what, self.dtype, out.dtype())?;
         }
         for (h, head) in self.heads.iter().enumerate() {
             head.for_each_token(|position, key, value| {
@@ -557,14 +550,7 @@ impl Layer {
             });
         }
         for (head, rows) in heads.iter().enumerate() {
-            if let Some(expected) = dtype.filter(|&dtype| dtype != rows.dtype()) {
-                let got = rows.dtype();
-                return Err(Error::Dtype {
-                    what,
-                    expected,
-                    got,
-                });
-            }
+            require_dtype(what, dtype, rows.dtype())?;
             // Queries shrink where they must, see `scaled`.
             let limit = if what == "q" {
                 f32::MAX
@@ -581,6 +567,18 @@ impl Layer {
             }
         }
         Ok(())
+    }
+}
+
+/// Refuses another dtype than the expected one, if any is.
+fn require_dtype(what: &'static str, expected: Option<Dtype>, got: Dtype) -> Result<()> {
+    match expected {
+        Some(expected) if expected != got => Err(Error::Dtype {
+            what,
+            expected,
+            got,
+        }),
+        _ => Ok(()),
     }
 }
 

@@ -186,7 +186,8 @@ impl<'a> ElementsMut<'a> {
             (Self::F32(x), Elements::F32(row)) => x[at..][..row.len()].copy_from_slice(row),
             (Self::F16(x), Elements::F16(row)) => x[at..][..row.len()].copy_from_slice(row),
             (Self::Bf16(x), Elements::Bf16(row)) => x[at..][..row.len()].copy_from_slice(row),
-            _ => panic!("a row of another dtype than its array"),
+            (_, Elements::F32([])) => {}
+            _ => panic!("a row of another dtype than where it goes"),
         }
     }
 
@@ -371,13 +372,12 @@ impl Buffer {
 
     /// Overwrites from `at` on. The type must be the buffer's own.
     pub fn write(&mut self, at: usize, row: Elements<'_>) {
-        match (self, row) {
-            (Self::F32(x), Elements::F32(row)) => x[at..at + row.len()].copy_from_slice(row),
-            (Self::F16(x), Elements::F16(row)) => x[at..at + row.len()].copy_from_slice(row),
-            (Self::Bf16(x), Elements::Bf16(row)) => x[at..at + row.len()].copy_from_slice(row),
-            (_, Elements::F32([])) => {}
-            _ => panic!("a row of another dtype than its store"),
-        }
+        let mut all = match self {
+            Self::F32(x) => ElementsMut::F32(x),
+            Self::F16(x) => ElementsMut::F16(x),
+            Self::Bf16(x) => ElementsMut::Bf16(x),
+        };
+        all.copy(at, row);
     }
 
     pub fn copy_within(&mut self, range: std::ops::Range<usize>, to: usize) {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -244,6 +244,14 @@ class DeviceLayerCache(LayerCache):
                 self._failed = failed
                 raise
             self._chosen = []
+
+    def fork(self) -> Self:
+        """An independent layer with the same tokens, as `LayerCache.fork` makes it, on the same
+        device, where it has slots of its own: empty ones. Waits for what is being indexed."""
+        twin = super().fork()
+        twin._slots = twin._last = None
+        twin._chosen = []
+        return twin
 
     def reset(self) -> None:
         """Forgets everything, the dtype, and the error of a prefill too."""

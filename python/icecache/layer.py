@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from contextlib import AbstractContextManager
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -162,6 +162,16 @@ class LayerCache:
                     f"crop keeps the first n tokens: n must be at most {most}, got {n}"
                 )
             self._core.crop(int(n))
+
+    def fork(self) -> Self:
+        """An independent cache with the same tokens: what is appended to one, or cropped from it,
+        is not seen by the other. They share rows and index until one of them changes them."""
+        twin = object.__new__(type(self))
+        with self._turn():
+            vars(twin).update(vars(self))
+            twin._core = self._core.fork()
+        twin._lock = threading.RLock()
+        return twin
 
     def reset(self) -> None:
         """Forgets everything, the dtype too."""

@@ -131,6 +131,26 @@ impl Head {
         }
     }
 
+    /// An independent head with the same tokens, and with as many slots, all empty, if any.
+    pub fn fork(&self) -> Self {
+        let slots = self.residency.as_ref().map(Residency::slots);
+        Self {
+            key_dim: self.key_dim,
+            value_dim: self.value_dim,
+            stream: self.stream,
+            sink_keys: self.sink_keys.clone(),
+            sink_values: self.sink_values.clone(),
+            window_keys: self.window_keys.clone(),
+            window_values: self.window_values.clone(),
+            window_start: self.window_start,
+            tree: self.tree.clone(),
+            choices: self.choices.clone(),
+            step: self.step,
+            residency: slots.map(Residency::new),
+            misses: Vec::new(),
+        }
+    }
+
     pub fn len(&self) -> usize {
         self.window_start + self.window_keys.len()
     }

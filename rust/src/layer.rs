@@ -360,6 +360,20 @@ impl Layer {
         })
     }
 
+    /// An independent layer with the same tokens. On a device it has nothing yet.
+    pub fn fork(&self) -> Self {
+        Self {
+            shape: self.shape,
+            scale: self.scale,
+            stream: self.stream,
+            options: self.options.clone(),
+            dtype: self.dtype,
+            heads: self.heads.iter().map(Head::fork).collect(),
+            steps: self.steps,
+            device: self.device.as_ref().map(|_| Device::default()),
+        }
+    }
+
     /// Forgets everything, the dtype too.
     pub fn reset(&mut self) {
         self.heads.clear();

@@ -30,7 +30,7 @@ struct Page {
     references: u32,
 }
 
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 struct Chunk {
     data: Buffer,
     ids: Vec<KeyId>,
@@ -38,7 +38,7 @@ struct Chunk {
 
 /// Blocks that no page uses. Those just freed are set aside for the next page of their length: pages
 /// that grow by single rows pass the same few lengths on. The others are merged with their neighbours.
-#[derive(Debug, Default)]
+#[derive(Debug, Clone, Default)]
 struct FreeBlocks {
     /// By their rows.
     aside: [Vec<Block>; ASIDE_ROWS + 1],
@@ -137,7 +137,7 @@ pub enum Part {
 }
 
 /// All pages of one KV head.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct PagePool {
     dtype: Dtype,
     key_dim: usize,

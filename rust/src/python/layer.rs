@@ -239,6 +239,12 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.crop(n))
     }
 
+    /// An independent layer with the same tokens.
+    fn fork(&self, py: Python<'_>) -> PyResult<Self> {
+        let fork = locked(py, &self.0, |layer| Ok(layer.fork()))?;
+        Ok(Self(Mutex::new(fork)))
+    }
+
     fn reset(&self, py: Python<'_>) -> PyResult<()> {
         locked(py, &self.0, |layer| {
             layer.reset();

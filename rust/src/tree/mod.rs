@@ -30,7 +30,7 @@ use summary::Sums;
 pub const LINK_FIELD_OF_VIEW: usize = 4;
 
 /// An index of tokens: never empty.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Tree {
     pub options: TreeOptions,
     /// Random stream of this tree, so that heads differ under one seed.
@@ -49,7 +49,7 @@ pub struct Tree {
 }
 
 /// What stands for tokens that hardly count. As of the last time the top level changed much.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Whole {
     /// Mean value of all tokens, one row.
     values: RowStore,

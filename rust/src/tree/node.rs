@@ -22,7 +22,7 @@ pub struct Scalars {
 }
 
 /// Leaves (level 0, one page each) or upper nodes (children one level below).
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Level {
     /// Mean centred key, [len, key_dim], in the summary dtype.
     pub keys: RowStore,

@@ -52,7 +52,7 @@ impl Projector {
 
 /// The large families of a tree. Whatever changes the links of a tree forgets them all, and
 /// everything is scored until they are made again.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Crowds {
     projector: Projector,
     /// Level and node of the parent, with [`NO_PARENT`] for that of the top level.
@@ -117,7 +117,7 @@ impl Crowds {
 }
 
 /// The children of one node, sorted along every direction.
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct Crowd {
     /// Per direction: projection and place in the node's list of children, ascending.
     orders: [Vec<(f32, u32)>; DIRECTIONS],

@@ -21,11 +21,12 @@ RUST = """
     simd/prefetch simd/scalar simd/avx2 simd/avx512 simd/neon simd/mod
     transform
     order
-    pages
+    pages span
     tree/node tree/summary tree/cluster tree/project tree/mod
     tree/places tree/search tree/link tree/build tree/insert tree/regroup tree/remove tree/check
     exact
     index
+    forest
     select
     attend
     select/reuse

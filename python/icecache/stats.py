@@ -31,6 +31,8 @@ class LayerStats:
     """Bytes of the raw keys and values."""
     index_bytes: int
     """Every byte held beyond them: summaries, links, ids, slack."""
+    shared_bytes: int = 0
+    """Of both, the bytes that forks of the layer hold too."""
     overhead: float
     """`index_bytes / kv_bytes`."""
     steps: int

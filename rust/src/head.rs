@@ -1,4 +1,4 @@
-//! One KV head: sink rows, window rows, and the tree over all that lies between them.
+//! One KV head: sink rows, window rows, and the index of all that lies between them.
 //!
 //! Every token is in exactly one of the three, by position: sink, then tree, then window. Before
 //! the first bulk there is no tree, and the window holds everything after the sink.
@@ -6,18 +6,17 @@
 use crate::attend::Softmax;
 use crate::config::{Options, Selection as Mode, Tail};
 use crate::error::{Error, Result};
+use crate::forest::Forest;
 use crate::ids::{KeyId, Place, SlotId};
 use crate::index::FIRST_BULK;
 use crate::pages::Part;
 use crate::residency::Residency;
-use crate::rows::{Dtype, Elements, RowStore, Rows, Strided, norm};
+use crate::rows::{Dtype, Elements, Rows, Strided, norm};
 use crate::select::Selection;
 use crate::simd;
+use crate::span::Span;
 use crate::threads::Workers;
-use crate::tree::Tree;
-use crate::tree::build::Tokens;
-use crate::tree::insert::Inserter;
-use std::cell::RefCell;
+use std::sync::Arc;
 use std::time::Instant;
 
 pub mod stage;
@@ -86,23 +85,17 @@ pub struct Scratch {
 /// The positions that a step attended to exactly beside sink and window; `None`: all.
 pub type Choice = Option<Vec<KeyId>>;
 
-thread_local! {
-    /// What insertions work with, whatever the number of heads.
-    static INSERTER: RefCell<Inserter> = RefCell::new(Inserter::new(0, 0));
-}
-
 #[derive(Debug)]
 pub struct Head {
     key_dim: usize,
     value_dim: usize,
     stream: u64,
-    sink_keys: RowStore,
-    sink_values: RowStore,
-    window_keys: RowStore,
-    window_values: RowStore,
+    /// Forks share what none of them has changed: see [`Arc::make_mut`].
+    sink: Arc<Span>,
+    window: Arc<Span>,
     /// Position of the first token of the window.
     window_start: usize,
-    tree: Option<Tree>,
+    forest: Forest,
     /// Of each position of the last call that attended.
     choices: Vec<Choice>,
     step: Step,
@@ -118,12 +111,10 @@ impl Head {
             key_dim,
             value_dim,
             stream,
-            sink_keys: RowStore::new(dtype, key_dim),
-            sink_values: RowStore::new(dtype, value_dim),
-            window_keys: RowStore::new(dtype, key_dim),
-            window_values: RowStore::new(dtype, value_dim),
+            sink: Arc::new(Span::new(dtype, key_dim, value_dim)),
+            window: Arc::new(Span::new(dtype, key_dim, value_dim)),
             window_start: 0,
-            tree: None,
+            forest: Forest::default(),
             choices: Vec::new(),
             step: Step::default(),
             residency: None,
@@ -132,18 +123,16 @@ impl Head {
     }
 
     /// An independent head with the same tokens, and with as many slots, all empty, if any.
-    pub fn fork(&self) -> Self {
+    pub fn fork(&mut self) -> Self {
         let slots = self.residency.as_ref().map(Residency::slots);
         Self {
             key_dim: self.key_dim,
             value_dim: self.value_dim,
             stream: self.stream,
-            sink_keys: self.sink_keys.clone(),
-            sink_values: self.sink_values.clone(),
-            window_keys: self.window_keys.clone(),
-            window_values: self.window_values.clone(),
+            sink: self.sink.clone(),
+            window: self.window.clone(),
             window_start: self.window_start,
-            tree: self.tree.clone(),
+            forest: self.forest.fork(),
             choices: self.choices.clone(),
             step: self.step,
             residency: slots.map(Residency::new),
@@ -152,23 +141,23 @@ impl Head {
     }
 
     pub fn len(&self) -> usize {
-        self.window_start + self.window_keys.len()
+        self.window_start + self.window.len()
     }
 
     pub fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    pub fn tree(&self) -> Option<&Tree> {
-        self.tree.as_ref()
+    pub fn forest(&self) -> &Forest {
+        &self.forest
     }
 
     pub fn sink_len(&self) -> usize {
-        self.sink_keys.len()
+        self.sink.len()
     }
 
     pub fn window_len(&self) -> usize {
-        self.window_keys.len()
+        self.window.len()
     }
 
     pub fn step(&self) -> Step {
@@ -182,10 +171,9 @@ impl Head {
         }
         let window = self.window_start as KeyId..self.len() as KeyId;
         let mut positions: Vec<KeyId> = (0..self.sink_len() as KeyId).collect();
-        match (self.choices.last(), &self.tree) {
-            (Some(Some(chosen)), _) => positions.extend_from_slice(chosen),
-            (_, Some(tree)) => tree.for_each_token(|id, _, _| positions.push(id)),
-            (_, None) => (),
+        match self.choices.last() {
+            Some(Some(chosen)) => positions.extend_from_slice(chosen),
+            _ => (self.forest).for_each_token(|position, _, _| positions.push(position)),
         }
         positions.extend(window);
         positions.sort_unstable();
@@ -215,12 +203,10 @@ impl Head {
         options: &Options,
     ) -> Result<()> {
         let (most, alone) = (options.window() + SLACK, Workers::steady(1));
-        match self.tree {
-            Some(_) if self.window_len() >= most => {
-                self.index(self.window_len() + 1 - most, options, alone)?;
-            }
-            Some(_) => (),
-            None => self.settle(options, alone)?,
+        if self.forest.is_empty() {
+            self.settle(options, alone)?;
+        } else if self.window_len() >= most {
+            self.index(self.window_len() + 1 - most, options, alone)?;
         }
         self.store(keys, values, i, options);
         Ok(())
@@ -236,8 +222,7 @@ impl Head {
         workers: Workers<'_>,
     ) -> Result<()> {
         // At once: growing step by step would leave holes in the heap.
-        self.window_keys.reserve(keys.len);
-        self.window_values.reserve(keys.len);
+        Arc::make_mut(&mut self.window).reserve(keys.len);
         (0..keys.len).for_each(|i| self.store(keys, values, i, options));
         self.settle(options, workers)
     }
@@ -245,10 +230,9 @@ impl Head {
     /// Indexes what is beyond the window, if there is enough of it. Cancelled, it leaves every
     /// token stored, the rest of them in the window: a crop undoes the bulk.
     pub fn settle(&mut self, options: &Options, workers: Workers<'_>) -> Result<()> {
-        let least = if self.tree.is_some() {
-            SLACK
-        } else {
-            FIRST_BULK
+        let least = match self.forest.is_empty() {
+            true => FIRST_BULK,
+            false => SLACK,
         };
         if self.window_len() < options.window() + least {
             return Ok(());
@@ -258,63 +242,21 @@ impl Head {
 
     /// Appends one token to sink or window.
     pub fn store(&mut self, keys: Strided<'_>, values: Strided<'_>, i: usize, options: &Options) {
-        if self.window_start < options.sink_tokens && self.window_keys.is_empty() {
-            self.sink_keys.push(keys.row(i));
-            self.sink_values.push(values.row(i));
+        let span = if self.window_start < options.sink_tokens && self.window.is_empty() {
             self.window_start += 1;
+            &mut self.sink
         } else {
-            self.window_keys.push(keys.row(i));
-            self.window_values.push(values.row(i));
-        }
+            &mut self.window
+        };
+        Arc::make_mut(span).push(keys, values, i);
     }
 
-    /// Moves the oldest `count` tokens of the window into the tree, or fewer if cancelled. A bulk as
-    /// large as the tree rebuilds it, so that chunks end with a tree as good as one built at once;
-    /// the old tree stays until the new one is complete.
+    /// Moves the oldest `count` tokens of the window into the index, or fewer if cancelled.
     fn index(&mut self, count: usize, options: &Options, workers: Workers<'_>) -> Result<()> {
-        let first = self.window_start;
-        let mut moved = count;
-        match &mut self.tree {
-            Some(tree) if count < tree.len => {
-                INSERTER.with_borrow_mut(|inserter| {
-                    inserter.fit(self.key_dim, self.value_dim);
-                    for i in 0..count {
-                        if workers.check().is_err() {
-                            moved = i;
-                            break;
-                        }
-                        let (key, value) = (self.window_keys.row(i), self.window_values.row(i));
-                        inserter.insert(tree, key, value, (first + i) as KeyId);
-                    }
-                });
-                tree.refresh_crowds();
-            }
-            tree => {
-                let mut ids: Vec<KeyId> = (first as KeyId..(first + count) as KeyId).collect();
-                let rebuilt = tree.as_ref().map(|tree| {
-                    let (mut old, mut keys, mut values) = tree.tokens_from(0);
-                    for i in 0..count {
-                        keys.push(self.window_keys.row(i));
-                        values.push(self.window_values.row(i));
-                    }
-                    old.append(&mut ids);
-                    ids = old;
-                    (keys, values)
-                });
-                let (keys, values) = match &rebuilt {
-                    Some((keys, values)) => (keys.strided(), values.strided()),
-                    None => (
-                        self.window_keys.strided().first(count),
-                        self.window_values.strided().first(count),
-                    ),
-                };
-                let ids = &ids;
-                let tokens = Tokens { keys, values, ids };
-                *tree = Some(Tree::build(tokens, &options.tree, self.stream, workers)?);
-            }
-        }
-        self.window_keys.drop_front(moved);
-        self.window_values.drop_front(moved);
+        let first = self.window_start as KeyId;
+        let (window, tree) = (&self.window, &options.tree);
+        let moved = (self.forest).add(window, count, first, tree, self.stream, workers)?;
+        Arc::make_mut(&mut self.window).drop_front(moved);
         self.window_start += moved;
         workers.check()
     }
@@ -330,34 +272,25 @@ impl Head {
         if let Some(residency) = &mut self.residency {
             residency.forget_from(n);
         }
-        if n > self.window_start || self.tree.is_none() && n >= self.window_start {
-            self.window_keys.truncate(n - self.window_start);
-            self.window_values.truncate(n - self.window_start);
+        let window = Arc::make_mut(&mut self.window);
+        if n > self.window_start || self.forest.is_empty() && n >= self.window_start {
+            window.truncate(n - self.window_start);
             // What is left of a bulk gives its memory back.
-            self.window_keys.drop_front(0);
-            self.window_values.drop_front(0);
+            window.drop_front(0);
             return;
         }
-        self.window_keys.truncate(0);
-        self.window_values.truncate(0);
-        if n <= self.sink_len() {
-            self.tree = None;
-            self.sink_keys.truncate(n);
-            self.sink_values.truncate(n);
+        window.truncate(0);
+        if n <= self.sink.len() {
+            self.forest = Forest::default();
+            Arc::make_mut(&mut self.sink).truncate(n);
             self.window_start = n;
             return;
         }
-        let tree = self
-            .tree
-            .as_mut()
-            .expect("tokens between sink and window are in the tree");
-        tree.remove_from(n as KeyId);
-        let first = n.saturating_sub(options.window()).max(self.sink_keys.len());
-        let (_, keys, values) = tree.tokens_from(first as KeyId);
-        if !tree.remove_from(first as KeyId) {
-            self.tree = None;
-        }
-        (self.window_keys, self.window_values) = (keys, values);
+        self.forest.remove_from(n as KeyId);
+        let first = n.saturating_sub(options.window()).max(self.sink.len());
+        let refilled = self.forest.tokens_from(first as KeyId);
+        self.window = Arc::new(refilled.expect("tokens between sink and window are indexed"));
+        self.forest.remove_from(first as KeyId);
         self.window_start = first;
     }
 
@@ -366,19 +299,13 @@ impl Head {
         &self,
         mut visit: impl FnMut(usize, crate::rows::Elements<'_>, crate::rows::Elements<'_>),
     ) {
-        for i in 0..self.sink_len() {
-            visit(i, self.sink_keys.row(i), self.sink_values.row(i));
+        for (first, span) in [(0, &self.sink), (self.window_start, &self.window)] {
+            for i in 0..span.len() {
+                let [key, value] = span.row(i);
+                visit(first + i, key, value);
+            }
         }
-        if let Some(tree) = &self.tree {
-            tree.for_each_token(|id, page, row| {
-                let (keys, values) = (tree.pages.keys(page), tree.pages.values(page));
-                visit(id as usize, keys.row(row), values.row(row));
-            });
-        }
-        for i in 0..self.window_len() {
-            let position = self.window_start + i;
-            visit(position, self.window_keys.row(i), self.window_values.row(i));
-        }
+        (self.forest).for_each_token(|position, key, value| visit(position as usize, key, value));
     }
 
     // ---- attending ----------------------------------------------------------------------------
@@ -416,25 +343,24 @@ impl Head {
                 }
             }
         };
-        let sink = (&self.sink_keys, &self.sink_values, 0, self.sink_len());
+        let sink = (&self.sink, 0, self.sink_len());
         // The part of the window that no query sees is not read.
         let (start, last) = (
             self.window_start,
             visible.iter().copied().max().unwrap_or(0),
         );
         let seen = last.saturating_sub(start).min(self.window_len());
-        let window = (&self.window_keys, &self.window_values, start, seen);
-        for (keys, values, before, seen) in [sink, window] {
+        for (span, before, seen) in [sink, (&self.window, start, seen)] {
             for first in (0..seen).step_by(EXACT_ROWS) {
                 let rows = first..(first + EXACT_ROWS).min(seen);
                 logits.resize(visible.len() * rows.len(), 0.0);
-                let keys = keys.rows().slice(rows.clone());
+                let keys = span.keys.rows().slice(rows.clone());
                 simd::dots(queries, keys, None, logits, rows.len());
                 hide(logits, rows.len(), &|i| before + first + i);
-                softmax.add(logits, values.rows().slice(rows));
+                softmax.add(logits, span.values.rows().slice(rows));
             }
         }
-        if let Some(tree) = &self.tree {
+        for tree in self.forest.trees() {
             let (pool, index) = (&tree.pages, &mut selection.index);
             let mut waiting = tree.levels[0].pages.iter().copied().peekable();
             let mut block = Vec::new();
@@ -527,7 +453,7 @@ impl Head {
         let group = errors.len();
         for (q, out) in out.chunks_exact_mut(self.value_dim).enumerate() {
             softmax.finish(q, out);
-            if self.tree.is_some() {
+            if !self.forest.is_empty() {
                 self.step.mass_exact += (exact_sum[q] / softmax.sum[q] - 1.0) / group as f32;
                 let norm = out.iter().map(|x| x * x).sum::<f32>().sqrt();
                 let error = errors[q] / (softmax.sum[q] * norm.max(f32::MIN_POSITIVE));
@@ -560,17 +486,14 @@ impl Head {
         softmax.reset(group, self.value_dim);
         let sink = self.sink_len().min(visible);
         let window = visible.saturating_sub(self.window_start);
-        for (keys, values, seen) in [
-            (&self.sink_keys, &self.sink_values, 0..sink),
-            (&self.window_keys, &self.window_values, 0..window),
-        ] {
+        for (span, seen) in [(&self.sink, 0..sink), (&self.window, 0..window)] {
             let count = seen.len();
             logits.resize(group * count, 0.0);
-            let keys = keys.rows().slice(seen.clone());
+            let keys = span.keys.rows().slice(seen.clone());
             simd::dots(queries, keys, None, logits, count);
             softmax.weigh(logits, count);
             if attend {
-                softmax.add_values(logits, count, values.rows().slice(seen), None);
+                softmax.add_values(logits, count, span.values.rows().slice(seen), None);
             }
         }
         let always = sink + window;
@@ -587,17 +510,17 @@ impl Head {
         self.step.times.attend = seconds(begun, started);
 
         let mut choice = None;
-        if let Some(tree) = &mut self.tree {
+        if !self.forest.is_empty() {
+            let trees = self.forest.trees();
             // 1 to 4. Descend, score candidates, select; or take what is given.
             let (max, sum) = (&softmax.max, &softmax.sum);
             match (like, options.selection) {
                 (Some(given), _) => {
-                    tree.keep_places();
                     let given = given.as_deref().unwrap_or_default();
-                    selection.given_tokens(tree, queries, given, max, sum, options);
+                    selection.given_tokens(trees, queries, given, max, sum, options);
                 }
-                (None, Mode::Tokens) => selection.best_tokens(tree, queries, max, sum, options),
-                (None, Mode::Pages) => selection.best_pages(tree, queries, max, sum, options),
+                (None, Mode::Tokens) => selection.best_tokens(trees, queries, max, sum, options),
+                (None, Mode::Pages) => selection.best_pages(trees, queries, max, sum, options),
             }
             let searched = selection.searched.take().unwrap_or(started);
             self.step.times.search = seconds(started, searched);
@@ -610,7 +533,7 @@ impl Head {
 
             // 5. Attend to the selected.
             let (stride, max) = (selection.tokens.len(), selection.max.clone());
-            selection.for_each_run(&tree.pages, Part::Values, |weights, rows, index| {
+            selection.for_each_run(trees, Part::Values, |weights, rows, index| {
                 softmax.merge_weights(weights, stride, index.len(), &max);
                 if attend {
                     softmax.add_values(weights, stride, rows, Some(index));
@@ -641,18 +564,21 @@ impl Head {
         let group = queries.len() / self.key_dim;
         errors.clear();
         errors.resize(group, 0.0);
-        let Some(tree) = self.tree.as_ref().filter(|_| options.tail == Tail::Summary) else {
+        let trees = self.forest.trees();
+        if trees.is_empty() || options.tail == Tail::Drop {
             return;
-        };
-        let max = softmax.max.clone();
-        selection.thin(&max, exact_sum);
-        softmax.add_weights(&mut selection.faint, 1, &max, tree.whole.values(), &[0]);
-        for (error, faint) in errors.iter_mut().zip(&selection.faint) {
-            *error = faint * tree.whole.value_spread;
         }
-        self.step.value_rows += 1;
+        let max = softmax.max.clone();
+        selection.thin(trees.len(), &max, exact_sum);
+        for (tree, faint) in trees.iter().zip(selection.faint.chunks_exact_mut(group)) {
+            softmax.add_weights(faint, 1, &max, tree.whole.values(), &[0]);
+            for (error, faint) in errors.iter_mut().zip(faint) {
+                *error += *faint * tree.whole.value_spread;
+            }
+            self.step.value_rows += 1;
+        }
         for part in selection.summarised() {
-            let level = &tree.levels[part.depth];
+            let level = &trees[part.tree].levels[part.depth];
             let (nodes, count) = (&part.nodes, part.nodes.len());
             let values = level.values.rows();
             softmax.add_weights(&mut part.weights, count, &max, values, nodes);
@@ -679,7 +605,7 @@ impl Head {
                 *error += per_radius * doubts[q];
             }
         }
-        self.step.value_rows += selection.shift_means(tree, softmax);
+        self.step.value_rows += selection.shift_means(trees, softmax);
         self.step.times.tail = seconds(begun, Instant::now());
     }
 
@@ -687,25 +613,29 @@ impl Head {
 
     /// Bytes of the keys and values alone.
     pub fn row_bytes(&self) -> usize {
-        self.len() * (self.key_dim + self.value_dim) * self.sink_keys.dtype().bytes()
+        self.len() * (self.key_dim + self.value_dim) * self.sink.keys.dtype().bytes()
     }
 
-    /// Bytes of everything held.
-    pub fn bytes(&self) -> usize {
-        let stores = [
-            &self.sink_keys,
-            &self.sink_values,
-            &self.window_keys,
-            &self.window_values,
-        ];
+    /// Bytes of everything held, and how many of them forks hold too.
+    pub fn bytes(&self) -> (usize, usize) {
         let chosen = self.choices.iter().flatten();
-        size_of::<Self>()
-            + stores.iter().map(|s| s.bytes()).sum::<usize>()
+        let own = size_of::<Self>()
             + self.choices.capacity() * size_of::<Choice>()
             + chosen.map(Vec::capacity).sum::<usize>() * size_of::<KeyId>()
             + self.misses.capacity() * size_of::<(SlotId, Place)>()
-            + self.residency.as_ref().map_or(0, Residency::bytes)
-            + self.tree.as_ref().map_or(0, Tree::bytes)
+            + self.residency.as_ref().map_or(0, Residency::bytes);
+        let (trees, shared) = self.forest.bytes();
+        let spans = [&self.sink, &self.window];
+        spans
+            .iter()
+            .fold((own + trees, shared), |(all, shared), span| {
+                let twice = if Arc::strong_count(span) > 1 {
+                    span.bytes()
+                } else {
+                    0
+                };
+                (all + span.bytes(), shared + twice)
+            })
     }
 
     /// Every invariant: those of the tree, and that each position is in exactly one place.
@@ -713,27 +643,18 @@ impl Head {
         let broken = |what: String| Err(Error::Invariant(what));
         let residency = self.residency.as_ref().map(Residency::check);
         residency.transpose().map_err(Error::Invariant)?;
-        let (sink, window) = (self.sink_len(), self.window_start);
-        if self.sink_values.len() != sink || self.window_values.len() != self.window_len() {
+        if [&self.sink, &self.window]
+            .iter()
+            .any(|span| span.values.len() != span.len())
+        {
             return broken("keys and values of different lengths".into());
         }
-        let Some(tree) = &self.tree else {
-            if window != sink {
-                return broken(format!(
-                    "window starts at {window}, sink ends at {sink}, no tree"
-                ));
-            }
-            return Ok(());
-        };
-        tree.check()?;
-        let mut ids: Vec<usize> = Vec::with_capacity(tree.len);
-        tree.for_each_token(|id, _, _| ids.push(id as usize));
-        ids.sort_unstable();
-        if !ids.iter().copied().eq(sink..window) {
+        let (sink, indexed, window) = (self.sink_len(), self.forest.len(), self.window_start);
+        if sink + indexed != window {
             return broken(format!(
-                "the tree does not hold exactly positions {sink} to {window}"
+                "window starts at {window}, sink ends at {sink}, {indexed} tokens are indexed"
             ));
         }
-        Ok(())
+        self.forest.check(sink as KeyId)
     }
 }

@@ -29,11 +29,18 @@ impl SlotId {
     }
 }
 
+/// Where a token lies in a forest: tree, page, row.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct TreePlace {
+    pub tree: u32,
+    pub page: PageId,
+    pub row: u32,
+}
+
 /// Where a head keeps a token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Place {
     Sink(u32),
     Window(u32),
-    /// Page and row.
-    Tree(PageId, u32),
+    Tree(TreePlace),
 }

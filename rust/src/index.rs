@@ -117,7 +117,7 @@ impl Index {
             }
             tree => {
                 let mut all = match (tree, &self.waiting) {
-                    (Some(tree), _) => tree.tokens_from(0).1,
+                    (Some(tree), _) => tree.tokens_from(0).1.keys,
                     (None, Some(waiting)) => waiting.clone(),
                     (None, None) => RowStore::new(keys.dtype(), self.dim),
                 };
@@ -149,7 +149,7 @@ impl Index {
             },
             ids: &ids,
         };
-        Tree::build(tokens, &self.options, 0, workers)
+        Tree::build(tokens, None, &self.options, 0, workers)
     }
 
     /// The `k` keys of largest inner product with each query, by M-DCI search or, with `exact`, by

@@ -203,10 +203,13 @@ impl Layer {
     /// Attends sparsely with the queries of the last stored positions.
     pub fn attend(&mut self, q: &Heads<'_>, out: ElementsMut<'_>) -> Result<()> {
         let n = self.check_last("attend", q, &out)?;
-        let most = self.heads.iter().map(|head| match head.tree() {
-            Some(_) => head.window_len(),
-            None => head.len(),
-        });
+        let most = self
+            .heads
+            .iter()
+            .map(|head| match head.forest().is_empty() {
+                true => head.len(),
+                false => head.window_len(),
+            });
         let most = most.min().unwrap_or(0);
         if n > most {
             return Err(Error::TooManyQueries {
@@ -361,14 +364,14 @@ impl Layer {
     }
 
     /// An independent layer with the same tokens. On a device it has nothing yet.
-    pub fn fork(&self) -> Self {
+    pub fn fork(&mut self) -> Self {
         Self {
             shape: self.shape,
             scale: self.scale,
             stream: self.stream,
             options: self.options.clone(),
             dtype: self.dtype,
-            heads: self.heads.iter().map(Head::fork).collect(),
+            heads: self.heads.iter_mut().map(Head::fork).collect(),
             steps: self.steps,
             device: self.device.as_ref().map(|_| Device::default()),
         }
@@ -419,15 +422,16 @@ impl Layer {
         self.heads.iter().map(Head::step)
     }
 
-    /// Bytes of the keys and values alone, and of everything held.
-    pub fn bytes(&self) -> (usize, usize) {
+    /// Bytes of the keys and values alone, of everything held, and of that what forks hold too.
+    pub fn bytes(&self) -> (usize, usize, usize) {
         let rows = self.heads.iter().map(Head::row_bytes).sum();
-        let all = self.heads.iter().map(Head::bytes).sum::<usize>();
+        let bytes = self.heads.iter().map(Head::bytes);
+        let (all, shared) = bytes.fold((0, 0), |sum, head| (sum.0 + head.0, sum.1 + head.1));
         let device = self.device.as_ref().map_or(0, |device| {
             device.tokens.capacity() * size_of::<(usize, Place)>()
                 + device.targets.capacity() * size_of::<u32>()
         });
-        (rows, all + device + size_of::<Self>())
+        (rows, all + device + size_of::<Self>(), shared)
     }
 
     /// Every invariant of every head.

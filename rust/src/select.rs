@@ -6,19 +6,22 @@
 pub mod reuse;
 
 use crate::config::{Options, Tail};
-use crate::ids::{KeyId, NodeId, PageId};
+use crate::ids::{KeyId, NodeId, TreePlace};
 use crate::order::Order;
-use crate::pages::{PagePool, Part};
+use crate::pages::Part;
 use crate::rows::{Rows, norm};
 use crate::simd;
 use crate::tree::Tree;
 use crate::tree::node::Level;
 use crate::tree::search::{Frontier, Priority, View, descend, reach_leaves};
+use std::ops::Range;
+use std::sync::Arc;
 use std::time::Instant;
 
 /// Nodes that stand for their tokens, with the weight of each for each query.
 #[derive(Debug, Default)]
 pub struct Summarised {
+    pub tree: usize,
     pub depth: usize,
     pub nodes: Vec<NodeId>,
     /// [queries, nodes]
@@ -29,37 +32,33 @@ pub struct Summarised {
     pub keys_read: bool,
 }
 
-/// What the selected tokens take from the mean values of their nodes, see [`reuse`].
-#[derive(Debug, Default)]
+/// What the selected tokens of one tree take from the mean values of their nodes, see [`reuse`].
+#[derive(Debug)]
 struct Shift {
+    tree: usize,
     depth: usize,
     nodes: Vec<NodeId>,
     /// [queries, nodes]: how much of a node's mean value comes on top of its weight.
     more: Vec<f32>,
-    /// [queries, tokens]: how much of a token's value goes, negative.
-    less: Vec<f32>,
-}
-
-impl Shift {
-    fn clear(&mut self) {
-        self.nodes.clear();
-        self.more.clear();
-        self.less.clear();
-    }
+    /// Which of the selected tokens.
+    tokens: Range<usize>,
+    /// Maximum of each query under which all that was weighed.
+    max: Vec<f32>,
 }
 
 /// What a step decides on; reused from one to the next.
 #[derive(Debug, Default)]
 pub struct Selection {
-    /// Selected tokens: their pages, and their rows in these.
-    pub tokens: Vec<(PageId, u32)>,
+    /// Selected tokens, tree by tree.
+    pub tokens: Vec<TreePlace>,
     /// Positions of the selected tokens.
     pub positions: Vec<KeyId>,
     /// [queries, tokens]
     pub weights: Vec<f32>,
     /// Maximum of each query under which these weights were taken.
     pub max: Vec<f32>,
-    /// Weight of all faint nodes together, per query, under the maxima given to [`Selection::thin`].
+    /// Weight of all faint nodes of a tree together, [trees, queries], under the maxima given to
+    /// [`Selection::thin`].
     pub faint: Vec<f32>,
     /// When the descent was over.
     pub searched: Option<Instant>,
@@ -69,7 +68,9 @@ pub struct Selection {
     tail_nodes: usize,
     /// Node and token keys read.
     pub key_rows: usize,
-    shift: Shift,
+    shifts: Vec<Shift>,
+    /// [queries, tokens]: how much of a selected token's value its node's mean loses, negative.
+    less: Vec<f32>,
 
     frontier: Frontier,
     priorities: Vec<f32>,
@@ -79,7 +80,8 @@ pub struct Selection {
     raised: Vec<f32>,
     logits: Vec<f32>,
     places: Vec<u32>,
-    leaves: Vec<NodeId>,
+    /// Tree and node, tree by tree.
+    leaves: Vec<(usize, NodeId)>,
     starts: Vec<usize>,
     /// Tokens taken from each of `leaves`.
     taken: Vec<usize>,
@@ -101,7 +103,7 @@ impl Selection {
         self.parts = 0;
         self.tail_nodes = 0;
         self.key_rows = 0;
-        self.shift.clear();
+        self.shifts.clear();
         self.max.clear();
         self.max.extend_from_slice(max);
         self.base.clear();
@@ -114,7 +116,7 @@ impl Selection {
     /// there gets no vote.
     pub fn best_tokens(
         &mut self,
-        tree: &Tree,
+        trees: &[Arc<Tree>],
         queries: &[f32],
         max: &[f32],
         sum: &[f32],
@@ -125,16 +127,19 @@ impl Selection {
 
         // 1 to 3. The leaves that are worth reading.
         self.leaves.clear();
-        if options.candidates(tree.len) < tree.len {
-            self.best_leaves(tree, queries, options);
-        } else {
-            self.leaves.extend(0..tree.levels[0].len() as NodeId);
+        for (t, tree) in trees.iter().enumerate() {
+            if options.candidates(tree.len) < tree.len {
+                self.best_leaves(t, tree, queries, options);
+            } else {
+                let all = 0..tree.levels[0].len() as NodeId;
+                self.leaves.extend(all.map(|leaf| (t, leaf)));
+            }
         }
 
         self.searched = Some(Instant::now());
 
         // 4. Score their keys exactly, keep the best tokens.
-        let total = self.score_leaves(tree, queries);
+        let total = self.score_leaves(trees, queries);
         self.priorities.clear();
         self.priorities.resize(total, 0.0);
         for q in 0..g {
@@ -148,22 +153,24 @@ impl Selection {
         self.frontier.order.rank(&self.priorities);
         let budget = options.token_budget.min(total);
         self.frontier.order.take(budget, &mut self.places);
-        self.pick(tree, total);
+        self.pick(trees, total);
 
         // 5. The candidates left over: their own weights, their pages' mean value.
         match options.tail {
             Tail::Summary => self.summarise_candidates(total, g),
-            Tail::Drop => self.weigh_selected(tree, queries, max),
+            Tail::Drop => self.weigh_selected(trees, queries, max),
         }
     }
 
-    /// Finds the leaves whose tokens are candidates; every other token goes to the tail.
-    fn best_leaves(&mut self, tree: &Tree, queries: &[f32], options: &Options) {
+    /// Finds the leaves of tree `t` whose tokens are candidates; every other token of it goes to the
+    /// tail.
+    fn best_leaves(&mut self, t: usize, tree: &Tree, queries: &[f32], options: &Options) {
         // 1, 2. Score the top; open the best nodes; what stays closed goes to the tail.
         self.centre(tree, queries);
         let mut frontier = std::mem::take(&mut self.frontier);
         let mut mass = GroupMass {
             selection: self,
+            tree: t,
             queries,
             candidates: options.candidates(tree.len),
             open_share: options.open_share(tree.len),
@@ -180,10 +187,10 @@ impl Selection {
         let taken = frontier.order.count_until(wanted, count);
         let mut places = std::mem::take(&mut self.places);
         frontier.order.take(taken, &mut places);
-        self.close(0, &frontier.nodes, &places);
+        self.close(t, 0, &frontier.nodes, &places);
         let best = places.iter();
         self.leaves
-            .extend(best.map(|&p| frontier.nodes[p as usize]));
+            .extend(best.map(|&p| (t, frontier.nodes[p as usize])));
         self.places = places;
         self.frontier = frontier;
     }
@@ -200,7 +207,7 @@ impl Selection {
     /// search of its own; the heads take turns; whole pages, the rest dropped.
     pub fn best_pages(
         &mut self,
-        tree: &Tree,
+        trees: &[Arc<Tree>],
         queries: &[f32],
         max: &[f32],
         sum: &[f32],
@@ -208,22 +215,19 @@ impl Selection {
     ) {
         self.start(max, sum);
         let g = max.len();
-        let dim = tree.pages.key_dim();
         self.leaves.clear();
-        for query in queries.chunks_exact(dim) {
-            let found = reach_leaves(
-                tree,
-                query,
-                View(&[options.field_of_view]),
-                &mut self.frontier,
-            );
-            self.leaves.extend(found);
-            self.key_rows += self.frontier.scored;
+        for (t, tree) in trees.iter().enumerate() {
+            for query in queries.chunks_exact(tree.pages.key_dim()) {
+                let view = View(&[options.field_of_view]);
+                let found = reach_leaves(tree, query, view, &mut self.frontier);
+                self.leaves.extend(found.iter().map(|&leaf| (t, leaf)));
+                self.key_rows += self.frontier.scored;
+            }
         }
         self.leaves.sort_unstable();
         self.leaves.dedup();
         self.searched = Some(Instant::now());
-        let total = self.score_leaves(tree, queries);
+        let total = self.score_leaves(trees, queries);
 
         let mut rankings = Vec::with_capacity(g);
         for q in 0..g {
@@ -261,37 +265,42 @@ impl Selection {
             self.places
                 .extend(self.starts[page] as u32..self.starts[page + 1] as u32);
         }
-        self.pick(tree, total);
-        self.weigh_selected(tree, queries, max);
+        self.pick(trees, total);
+        self.weigh_selected(trees, queries, max);
     }
 
     /// Exact logits of all tokens of `leaves`, [queries, total]; `starts` says where each begins.
-    fn score_leaves(&mut self, tree: &Tree, queries: &[f32]) -> usize {
-        let g = queries.len() / tree.pages.key_dim();
+    fn score_leaves(&mut self, trees: &[Arc<Tree>], queries: &[f32]) -> usize {
+        let g = self.max.len();
         self.starts.clear();
         let mut total = 0;
-        for &leaf in &self.leaves {
+        for &(t, leaf) in &self.leaves {
             self.starts.push(total);
-            total += tree.levels[0].scalars[leaf as usize].count as usize;
+            total += trees[t].levels[0].scalars[leaf as usize].count as usize;
         }
         self.starts.push(total);
         self.logits.resize(g * total, 0.0);
-        let pages = self.leaves.iter().map(|&leaf| {
-            let page = tree.levels[0].pages[leaf as usize];
-            (page, 0..tree.pages.len(page))
-        });
-        let logits = &mut self.logits;
-        tree.pages
-            .for_each_run(Part::Keys, pages, &mut self.index, |rows, index, first| {
-                simd::dots(queries, rows, Some(index), &mut logits[first..], total);
+        let (logits, mut before) = (&mut self.logits, 0);
+        for leaves in self.leaves.chunk_by(|a, b| a.0 == b.0) {
+            let tree = &trees[leaves[0].0];
+            let pages = leaves.iter().map(|&(_, leaf)| {
+                let page = tree.levels[0].pages[leaf as usize];
+                (page, 0..tree.pages.len(page))
             });
+            let first = self.starts[before];
+            tree.pages
+                .for_each_run(Part::Keys, pages, &mut self.index, |rows, index, at| {
+                    simd::dots(queries, rows, Some(index), &mut logits[first + at..], total);
+                });
+            before += leaves.len();
+        }
         self.key_rows += total;
         total
     }
 
     /// Moves `places` (ascending) from the candidates to the selected. Their weights among the
     /// candidates become 0.
-    fn pick(&mut self, tree: &Tree, total: usize) {
+    fn pick(&mut self, trees: &[Arc<Tree>], total: usize) {
         let g = self.max.len();
         let mut leaf = 0;
         self.taken.clear();
@@ -302,9 +311,14 @@ impl Selection {
                 leaf += 1;
             }
             let row = place - self.starts[leaf];
-            let page = tree.levels[0].pages[self.leaves[leaf] as usize];
-            self.tokens.push((page, row as u32));
-            self.positions.push(tree.pages.ids(page)[row]);
+            let (t, node) = self.leaves[leaf];
+            let page = trees[t].levels[0].pages[node as usize];
+            self.positions.push(trees[t].pages.ids(page)[row]);
+            self.tokens.push(TreePlace {
+                tree: t as u32,
+                page,
+                row: row as u32,
+            });
             self.taken[leaf] += 1;
         }
         self.weights.clear();
@@ -319,23 +333,27 @@ impl Selection {
     /// Visits the K or V rows of the selected tokens, see [`PagePool::for_each_run`].
     pub fn for_each_run(
         &mut self,
-        pool: &PagePool,
+        trees: &[Arc<Tree>],
         part: Part,
         mut visit: impl FnMut(&mut [f32], Rows<'_>, &[u32]),
     ) {
-        let tokens = self.tokens.iter();
-        let tokens = tokens.map(|&(page, row)| (page, row as usize..row as usize + 1));
-        let weights = &mut self.weights;
-        pool.for_each_run(part, tokens, &mut self.index, |rows, index, first| {
-            visit(&mut weights[first..], rows, index);
-        });
+        let (weights, mut before) = (&mut self.weights, 0);
+        for tokens in self.tokens.chunk_by(|a, b| a.tree == b.tree) {
+            let pool = &trees[tokens[0].tree as usize].pages;
+            let rows = tokens.iter();
+            let rows = rows.map(|token| (token.page, token.row as usize..token.row as usize + 1));
+            pool.for_each_run(part, rows, &mut self.index, |rows, index, first| {
+                visit(&mut weights[before + first..], rows, index);
+            });
+            before += tokens.len();
+        }
     }
 
     /// Weighs the selected under a maximum of theirs and of sink and window, `max`, alone. Where the
     /// rest is dropped, a key of the rest that is far above all of them would make them vanish.
-    fn weigh_selected(&mut self, tree: &Tree, queries: &[f32], max: &[f32]) {
+    fn weigh_selected(&mut self, trees: &[Arc<Tree>], queries: &[f32], max: &[f32]) {
         let stride = self.tokens.len();
-        self.for_each_run(&tree.pages, Part::Keys, |weights, rows, index| {
+        self.for_each_run(trees, Part::Keys, |weights, rows, index| {
             simd::dots(queries, rows, Some(index), weights, stride);
         });
         for (q, &max) in max.iter().enumerate() {
@@ -348,33 +366,39 @@ impl Selection {
     /// Leaves with candidates left over; one that was selected whole has nothing to stand for.
     fn summarise_candidates(&mut self, total: usize, g: usize) {
         let left = |&i: &usize| self.taken[i] < self.starts[i + 1] - self.starts[i];
-        let part = next_part(&mut self.summarised, &mut self.parts);
-        part.depth = 0;
-        part.keys_read = true;
-        part.nodes.clear();
-        let leaves = || (0..self.leaves.len()).filter(left);
-        part.nodes.extend(leaves().map(|i| self.leaves[i]));
-        self.tail_nodes += part.nodes.len();
-        part.max.clear();
-        part.max.extend_from_slice(&self.max);
-        part.weights.clear();
-        for q in 0..g {
-            let weights = &self.logits[q * total..][..total];
-            let page = |i| {
-                weights[self.starts[i]..self.starts[i + 1]]
-                    .iter()
-                    .sum::<f32>()
-            };
-            part.weights.extend(leaves().map(page));
+        let mut before = 0;
+        for all in self.leaves.chunk_by(|a, b| a.0 == b.0) {
+            let leaves = || (before..before + all.len()).filter(left);
+            let part = next_part(&mut self.summarised, &mut self.parts);
+            part.tree = all[0].0;
+            part.depth = 0;
+            part.keys_read = true;
+            part.nodes.clear();
+            part.nodes.extend(leaves().map(|i| self.leaves[i].1));
+            self.tail_nodes += part.nodes.len();
+            part.max.clear();
+            part.max.extend_from_slice(&self.max);
+            part.weights.clear();
+            for q in 0..g {
+                let weights = &self.logits[q * total..][..total];
+                let page = |i| {
+                    weights[self.starts[i]..self.starts[i + 1]]
+                        .iter()
+                        .sum::<f32>()
+                };
+                part.weights.extend(leaves().map(page));
+            }
+            before += all.len();
         }
     }
 
     /// Leaves nodes of the level just scored to the tail: all but the `opened` places.
-    fn close(&mut self, depth: usize, nodes: &[NodeId], opened: &[u32]) {
+    fn close(&mut self, tree: usize, depth: usize, nodes: &[NodeId], opened: &[u32]) {
         if opened.len() == nodes.len() {
             return;
         }
         let part = next_part(&mut self.summarised, &mut self.parts);
+        part.tree = tree;
         part.depth = depth;
         part.keys_read = false;
         part.nodes.clear();
@@ -397,13 +421,13 @@ impl Selection {
     }
 
     /// Takes the faint nodes out of the tail: those that hold, over all queries, less than
-    /// [`FAINT`] of an even share of the softmax each. What they hold together is in `faint`.
-    /// `max` and `exact`: final maxima, and the weight under them of all that is attended exactly.
-    pub fn thin(&mut self, max: &[f32], exact: &[f32]) {
+    /// [`FAINT`] of an even share of the softmax each. What those of each of the `trees` hold together
+    /// is in `faint`. `max` and `exact`: final maxima, and the weight under them of all that is attended exactly.
+    pub fn thin(&mut self, trees: usize, max: &[f32], exact: &[f32]) {
         let g = max.len();
         let parts = &mut self.summarised[..self.parts];
         self.faint.clear();
-        self.faint.resize(g, 0.0);
+        self.faint.resize(trees * g, 0.0);
         let mut sums = exact.to_vec();
         for part in &mut *parts {
             let count = part.nodes.len();
@@ -438,7 +462,7 @@ impl Selection {
                     part.weights[q * kept + i] = factor * part.weights[q * count + place as usize];
                 }
                 let rest = factor * all - simd::sum(&part.weights[q * kept..][..kept]);
-                self.faint[q] += rest.max(0.0);
+                self.faint[part.tree * g + q] += rest.max(0.0);
             }
             for (i, &place) in self.places.iter().enumerate() {
                 part.nodes[i] = part.nodes[place as usize];
@@ -480,6 +504,7 @@ const MOST_RAISE: f32 = 40.0;
 /// one key that matters.
 struct GroupMass<'a> {
     selection: &'a mut Selection,
+    tree: usize,
     queries: &'a [f32],
     candidates: usize,
     /// Share of the lowest upper level to open.
@@ -545,6 +570,6 @@ impl Priority for GroupMass<'_> {
     }
 
     fn close(&mut self, depth: usize, nodes: &[NodeId], opened: &[u32]) {
-        self.selection.close(depth, nodes, opened);
+        self.selection.close(self.tree, depth, nodes, opened);
     }
 }

@@ -2,7 +2,7 @@
 
 use super::{Choice, Head, Scratch};
 use crate::config::Options;
-use crate::ids::{KeyId, Place, SlotId};
+use crate::ids::{KeyId, Place, SlotId, TreePlace};
 use crate::residency::Residency;
 use crate::rows::{Elements, Rows};
 
@@ -33,7 +33,7 @@ impl Head {
     ) {
         let group = queries.len() / self.key_dim;
         let exact = visible < options.dense_below || like == Some(&None);
-        if exact || self.tree.is_none() {
+        if exact || self.forest.is_empty() {
             self.attend_all(queries, &vec![visible; group], scratch);
             self.count_exact(visible);
             scratch.slots.clear();
@@ -87,10 +87,10 @@ impl Head {
     /// Key and value of a token.
     pub fn rows_at(&self, place: Place) -> [Elements<'_>; 2] {
         match place {
-            Place::Sink(i) => [&self.sink_keys, &self.sink_values].map(|s| s.row(i as usize)),
-            Place::Window(i) => [&self.window_keys, &self.window_values].map(|s| s.row(i as usize)),
-            Place::Tree(page, row) => {
-                let pages = &self.tree.as_ref().expect("a page of the tree").pages;
+            Place::Sink(i) => self.sink.row(i as usize),
+            Place::Window(i) => self.window.row(i as usize),
+            Place::Tree(TreePlace { tree, page, row }) => {
+                let pages = &self.forest.trees()[tree as usize].pages;
                 [pages.keys(page), pages.values(page)].map(|rows| rows.row(row as usize))
             }
         }
@@ -116,13 +116,13 @@ impl Head {
             }
             at += keys.len;
         };
-        block(self.sink_keys.rows(), self.sink_values.rows());
-        if let Some(tree) = &self.tree {
+        block(self.sink.keys.rows(), self.sink.values.rows());
+        for tree in self.forest.trees() {
             for &page in &tree.leaves().pages {
                 block(tree.pages.keys(page), tree.pages.values(page));
             }
         }
-        block(self.window_keys.rows(), self.window_values.rows());
+        block(self.window.keys.rows(), self.window.values.rows());
     }
 
     /// Finds or makes slots for sink, window and what is selected.
@@ -145,7 +145,7 @@ impl Head {
         let residency = self.residency.as_mut().expect("an open device");
         residency.admit(wanted, slots, misses);
         let place = |i: usize| match i.checked_sub(always) {
-            Some(i) => Place::Tree(selection.tokens[i].0, selection.tokens[i].1),
+            Some(i) => Place::Tree(selection.tokens[i]),
             None if i < sink => Place::Sink(i as u32),
             None => Place::Window((i - sink) as u32),
         };

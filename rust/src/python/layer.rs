@@ -289,11 +289,12 @@ impl PyLayer {
         locked(py, &self.0, |layer| layer.check())
     }
 
-    /// The tree of one KV head as arrays, for measurement; None where there is none. "levels" goes
+    /// The first tree of one KV head as arrays, for measurement; None where there is none. "levels" goes
     /// from the leaves up, "ids" holds the positions of the tokens leaf by leaf.
     fn nodes<'py>(&self, py: Python<'py>, head: usize) -> PyResult<Option<Bound<'py, PyDict>>> {
         let copied = locked(py, &self.0, |layer| {
-            let tree = layer.heads().get(head).and_then(|head| head.tree());
+            let head = layer.heads().get(head);
+            let tree = head.and_then(|head| head.forest().trees().first());
             Ok(tree.map(|tree| {
                 let pages = tree.leaves().pages.iter();
                 let ids: Vec<u32> = pages.flat_map(|&p| tree.pages.ids(p)).copied().collect();
@@ -328,8 +329,8 @@ impl PyLayer {
         let stats = PyDict::new(py);
         let (counts, nodes, means, times) = locked(py, &self.0, |layer| {
             let heads = layer.heads();
-            let trees = || heads.iter().filter_map(|head| head.tree());
-            let (kv_bytes, all) = layer.bytes();
+            let trees = || heads.iter().flat_map(|head| head.forest().trees());
+            let (kv_bytes, all, shared) = layer.bytes();
             let staged = layer.staged();
             let (last, all_staged) = staged.map_or_else(Default::default, |(l, a)| (l.clone(), a));
             let counts = [
@@ -344,14 +345,12 @@ impl PyLayer {
                 ),
                 (
                     "tree_tokens",
-                    heads
-                        .first()
-                        .and_then(|head| head.tree())
-                        .map_or(0, |t| t.len),
+                    heads.first().map_or(0, |head| head.forest().len()),
                 ),
                 ("pages", trees().map(|tree| tree.leaves().len()).sum()),
                 ("kv_bytes", kv_bytes),
                 ("index_bytes", all - kv_bytes),
+                ("shared_bytes", shared),
                 ("steps", layer.steps()),
                 ("slots", layer.staged().map_or(0, |_| layer.device_slots())),
                 ("slot_hits", all_staged.hits),

@@ -17,6 +17,7 @@ use crate::random::Random;
 use crate::rows::{Dtype, Element, Elements, Strided, squares, to_f32, typed};
 use crate::threads::Workers;
 use crate::transform::{Transform, fold_rows};
+use std::sync::OnceLock;
 
 /// Nodes whose means one work item takes.
 const NODES: usize = 256;
@@ -30,15 +31,19 @@ pub struct Tokens<'a> {
 }
 
 impl Tree {
-    /// Fails only if the workers are cancelled.
+    /// Fails only if the workers are cancelled. With `like`, tokens are centred and lifted as those of
+    /// another tree, and their means kept in the same type.
     pub fn build(
         tokens: Tokens<'_>,
+        like: Option<&Self>,
         options: &TreeOptions,
         stream: u64,
         workers: Workers<'_>,
     ) -> Result<Self> {
-        let transform = Transform::fit(tokens.keys, workers)?;
-        let mut options = options.clone();
+        let (transform, mut options) = match like {
+            Some(tree) => (tree.transform.clone(), tree.options.clone()),
+            None => (Transform::fit(tokens.keys, workers)?, options.clone()),
+        };
         if options.summary_dtype == Dtype::F16 && !fits_f16(&transform, tokens.values, workers)? {
             options.summary_dtype = Dtype::Bf16;
         }
@@ -437,7 +442,7 @@ impl<'a> Draft<'a> {
             levels,
             len: tokens.keys.len,
             crowds: None,
-            places: Vec::new(),
+            places: OnceLock::new(),
         })
     }
 }

@@ -213,7 +213,7 @@ mod tests {
                 fanout: 4,
                 ..TreeOptions::default()
             };
-            let levels = Tree::build(tokens, &options, 0, Workers::steady(1))
+            let levels = Tree::build(tokens, None, &options, 0, Workers::steady(1))
                 .unwrap()
                 .levels;
             let points: Vec<(Vec<f32>, f32)> = (0..2 * BLOCK)

@@ -24,6 +24,7 @@ use crate::rows::{Dtype, RowStore, Rows};
 use crate::transform::Transform;
 use node::Level;
 use project::Crowds;
+use std::sync::OnceLock;
 use summary::Sums;
 
 /// Nodes opened at each level when a point looks for its parent.
@@ -44,8 +45,8 @@ pub struct Tree {
     pub whole: Whole,
     /// Only where options make families so large that scoring all of one is too much.
     pub crowds: Option<Box<Crowds>>,
-    /// The leaf of each token by its id, see `places`; empty while nobody asks.
-    places: Vec<NodeId>,
+    /// The leaf of each token by its id, see `places`; not there while nobody asks.
+    places: OnceLock<Vec<NodeId>>,
 }
 
 /// What stands for tokens that hardly count. As of the last time the top level changed much.
@@ -130,7 +131,7 @@ impl Tree {
             + self.pages.bytes()
             + self.whole.values.bytes()
             + self.levels.iter().map(Level::bytes).sum::<usize>()
-            + self.places.capacity() * size_of::<NodeId>()
+            + self.places.get().map_or(0, Vec::capacity) * size_of::<NodeId>()
             + self.crowds.as_ref().map_or(0, |crowds| crowds.bytes())
     }
 }

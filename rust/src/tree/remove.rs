@@ -4,7 +4,7 @@ use super::Tree;
 use super::insert::Inserter;
 use super::node::Level;
 use crate::ids::{KeyId, NO_PARENT, NodeId};
-use crate::rows::RowStore;
+use crate::span::Span;
 
 impl Tree {
     /// Calls `visit(id, page, row)` for every token, page by page.
@@ -17,7 +17,7 @@ impl Tree {
     }
 
     /// Copies of the tokens with ids from `first` on, in the order of their ids.
-    pub fn tokens_from(&self, first: KeyId) -> (Vec<KeyId>, RowStore, RowStore) {
+    pub fn tokens_from(&self, first: KeyId) -> (Vec<KeyId>, Span) {
         let mut found = Vec::new();
         self.for_each_token(|id, page, row| {
             if id >= first {
@@ -26,17 +26,13 @@ impl Tree {
         });
         found.sort_unstable_by_key(|token| token.0);
         let pool = &self.pages;
-        let mut keys = RowStore::with_capacity(pool.dtype(), pool.key_dim(), found.len());
-        let mut values = RowStore::with_capacity(pool.dtype(), pool.value_dim(), found.len());
+        let mut tokens = Span::new(pool.dtype(), pool.key_dim(), pool.value_dim());
+        tokens.reserve(found.len());
         for &(_, page, row) in &found {
-            keys.push(pool.keys(page).row(row));
-            values.push(pool.values(page).row(row));
+            tokens.keys.push(pool.keys(page).row(row));
+            tokens.values.push(pool.values(page).row(row));
         }
-        (
-            found.into_iter().map(|token| token.0).collect(),
-            keys,
-            values,
-        )
+        (found.into_iter().map(|token| token.0).collect(), tokens)
     }
 
     /// Removes the tokens with ids from `first` on. `false`: none would be left, nothing was done.
@@ -65,7 +61,9 @@ impl Tree {
             self.pages.release(page);
         }
         self.len = kept;
-        self.places.truncate(first as usize);
+        if let Some(places) = self.places.get_mut() {
+            places.truncate(first as usize);
+        }
         for depth in 0..self.levels.len() {
             self.drop_empty(depth);
             if depth + 1 < self.levels.len() {

@@ -272,6 +272,9 @@ class IceCache(Cache):
                         f"expected {length - removed} tokens in layer {layer.index}, got "
                         f"{layer.stored}, since a prefill failed: crop to as many or reset()"
                     )
+            if removed == length:
+                self.reset()  # which sliding layers never refuse
+                return
             # Sliding layers may refuse, so they come first.
             for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
                 if isinstance(layer, IceLayer):
@@ -284,10 +287,7 @@ class IceCache(Cache):
         """Forgets everything; the layers stay."""
         with self._lock:
             for layer in self.layers:
-                if type(layer) in _GROWN:
-                    layer.is_initialized = False  # else older versions write zeros into shared rows
-                    layer.keys = layer.values = None
-                layer.reset()
+                _reset(layer)
             self._before.clear()
             self._owner = None
 
@@ -432,6 +432,8 @@ class IceCache(Cache):
         for index, layer in ahead.items():
             if isinstance(layer, IceLayer):
                 layer.keep(length)
+            elif type(layer) is DynamicLayer and length == 0:
+                _reset(layer)
             elif type(layer) is DynamicLayer:
                 layer.crop(length - layer.get_seq_length())
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -464,6 +466,15 @@ def attach(
         yield IceCache(model, token_budget, **options)
     finally:
         owner.set_attn_implementation(before)
+
+
+def _reset(layer: Any) -> None:
+    """Empties a layer, which may then have another number of rows."""
+    if type(layer) in _GROWN:
+        # Versions before 5.24 would write zeros into tensors, which forks may hold too.
+        layer.is_initialized = False
+        layer.keys = layer.values = None
+    layer.reset()
 
 
 def _is_sliding(layer: Any) -> bool:

@@ -446,6 +446,10 @@ _TINY: dict[str, Any] = dict(
 )
 
 
+OPERATIONS = ["grow", "grow", "grow", "fail", "refuse", "crop", "select", "repeat", "fork"]
+OPERATIONS += ["drop", "reset"]
+
+
 @st.composite
 def new_columns(draw: Any, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Ids and mask `[rows, t]` with padding anywhere; now and then equal rows."""

@@ -51,20 +51,42 @@ def test_forks_grow_independently(name: str) -> None:
 
 
 @every_model
-def test_a_fork_is_the_cache_that_read_the_same(name: str) -> None:
-    """Step by step in turns, so that whatever one changes of what they share would show."""
+def test_forks_that_grow_in_turns_do_not_see_each_other(name: str) -> None:
     model, text = MODELS[name](), tokens(600)
-    shared, plain = IceCache(model, **SPARSE), [IceCache(model, **SPARSE) for _ in range(3)]
-    for cache in (shared, *plain):
+    shared, *others = (IceCache(model, **SPARSE) for _ in range(4))
+    for cache in (shared, *others):
         forward(model, text, cache)
-    forks = [shared, shared.fork(), shared.fork()]
-    for t in (1, 5, 40, 1, 2):
-        for i, (fork, cache) in enumerate(zip(forks, plain, strict=True)):
+    together = [shared, shared.fork(), shared.fork()]
+    alone = [others[0], others[1].fork(), others[2].fork()]
+    kept = others[0].fork()  # so that all share alike
+    for t in (1, 5, 40, 1, 100, 2):
+        for i, pair in enumerate(zip(together, alone, strict=True)):
             ids = tokens(t, seed=100 * i + t)
-            got, expected = (forward(model, ids, c)[0] for c in (fork, cache))
-            assert divergence(got, expected) <= 1e-4
-    for fork in forks:
+            assert torch.equal(*(forward(model, ids, cache) for cache in pair))
+    for fork in (*together, kept):
         check(fork)
+
+
+def test_a_fork_errs_as_little_as_the_cache_that_read_the_same() -> None:
+    errors = {"fork": 0.0, "alone": 0.0}
+    model, text = llama(), tokens(900)
+    cache = IceCache(model, **SPARSE)
+    forward(model, text, cache)
+    for seed in range(4):
+        caches = {"fork": cache.fork(), "alone": IceCache(model, **SPARSE)}
+        forward(model, text, caches["alone"])
+        for t in (1, 20, 5, 120, 1, 3):
+            ids = tokens(t, seed=seed)
+            text_so_far = torch.cat([text, ids], dim=1)
+            full = DynamicCache()
+            forward(model, text_so_far[:, :-t], full)
+            expected = forward(model, ids, full)[0]
+            for name, read in caches.items():
+                got = forward(model, ids, read)[0]
+                errors[name] += divergence(got, expected)
+            for read in caches.values():
+                read.crop(-t)
+    assert errors["fork"] <= 1.2 * errors["alone"]
 
 
 def test_forks_of_forks_outlive_the_original() -> None:

@@ -138,10 +138,11 @@ class IceCache(Cache):
         self.layers: list[Any]
         self._replaced = replaced
         self._first_index, self._last_index = min(kinds, default=0), max(kinds, default=0)
-        # Of the last forward: its thread, unless it was rolled back, and by how much its positions
-        # were ahead of the tokens stored (None: unknown).
-        self._owner: int | None = None
+        # Of the last forward: its thread, by how much its positions were ahead of the columns that
+        # were stored (None: unknown), and whether it was undone.
+        self._thread: int | None = None
         self._ahead: int | None = None
+        self._undone = False
         self._force_exact: bool | None = None
         self._last_updated: IceLayer | None = None
         self._before: dict[int, dict[str, Any]] = {}
@@ -237,10 +238,10 @@ class IceCache(Cache):
                 if last - first == positions.shape[1] - 1:
                     ahead = first - length
             known = None not in (ahead, self._ahead)
-            if length and known and ahead != self._ahead and thread != self._owner:
+            if length and known and ahead != self._ahead and thread != self._thread:
                 raise RuntimeError(TAKEN_OVER)
-            self._owner, self._ahead = thread, ahead
-        elif thread != self._owner:
+            self._thread, self._ahead, self._undone = thread, ahead, False
+        elif self._undone or thread != self._thread:
             raise RuntimeError(TAKEN_OVER)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -289,7 +290,7 @@ class IceCache(Cache):
             for layer in self.layers:
                 _reset(layer)
             self._before.clear()
-            self._owner = None
+            self._undone = True
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: moved, or a fork where that is used twice.
@@ -348,7 +349,7 @@ class IceCache(Cache):
             twin = object.__new__(type(self))
             vars(twin).update(vars(self))
             twin._lock = threading.RLock()
-            twin._owner = twin._ahead = twin._force_exact = twin._last_updated = None
+            twin._thread = twin._ahead = twin._force_exact = twin._last_updated = None
             twin._before = {}
             forks: dict[IceLayer | None, IceLayer | None] = {None: None}
 
@@ -423,7 +424,7 @@ class IceCache(Cache):
         ahead = {index: layer for index, layer in enumerate(self.layers) if is_ahead(layer)}
         if not ahead:
             return
-        self._owner = None
+        self._undone = True
         _logger.warning(
             "the last forward failed before its last layer: %d layers go back to %d tokens",
             len(ahead),

@@ -21,7 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .masks import RowMask, Runs, cut, outside, read_mask
+from .masks import RowMask, Runs, count, cut, outside, read_mask
 from .rows import LayerStore, Row, StoreFactory, repeated, row_indices, select
 from .sdpa import attend_masked
 
@@ -29,6 +29,7 @@ ATTENTION_NAME = "icecache"
 """The name under which transformers knows the attention function."""
 
 _KEYWORD = "icecache_layer"
+_ALL = slice(None)
 
 TAKEN_OVER = (
     "expected one forward at a time on this cache, got one of another thread in between: "
@@ -51,7 +52,7 @@ class _New:
     """The new tokens of one row, without padding."""
 
     columns: slice | torch.Tensor
-    """Where they are among the new columns: an index."""
+    """Where they are among the new columns, as an index."""
     q: torch.Tensor
     k: torch.Tensor
     v: torch.Tensor
@@ -183,13 +184,10 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 outputs |= self._attend_sparsely(
                     {i: row for i, row in enumerate(new) if i not in outputs and row.k.shape[1]}
                 )
-                q_heads, t, dim = query.shape[1:]
-                attended = query.new_zeros(len(query), t, q_heads, dim)
-                for i, output in outputs.items():
-                    attended[i, new[i].columns] = output.transpose(0, 1)
+                attended = _joined(outputs, new, query)
                 for row, says in zip(self.rows, seen, strict=True):
                     row.padding = says.padding
-                self._columns = before + t
+                self._columns = before + query.shape[2]
             except BaseException:
                 self.keep(before)
                 raise
@@ -234,14 +232,16 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         value: torch.Tensor,
         mask: torch.Tensor | None,
     ) -> _New:
-        before, t = self._columns, query.shape[2]
-        tokens = outside(says.padding, before, before + t)
-        columns = _index(tokens, before, query.device)
-        q, k, v = (x[i][:, columns] for x in (query, key, value))
+        before, n = self._columns, self._columns + query.shape[2]
+        q, k, v = query[i], key[i], value[i]
+        columns: slice | torch.Tensor = _ALL
+        if count(says.padding, n) > count(says.padding, before):
+            columns = _index(outside(says.padding, before, n), before, query.device)
+            q, k, v = q[:, columns], k[:, columns], v[:, columns]
         if says.causal or mask is None:
             return _New(columns, q, k, v, None)
-        past = _index(outside(says.padding, 0, before + t), 0, query.device)
-        return _New(columns, q, k, v, mask[i % len(mask)][:, columns][:, :, past])
+        tokens = _index(outside(says.padding, 0, n), 0, query.device)
+        return _New(columns, q, k, v, mask[i % len(mask)][:, columns][:, :, tokens])
 
     def _attend_exactly(self, new: list[_New], exact: bool) -> dict[int, torch.Tensor]:
         """Outputs `[q_heads, tokens, head_dim]` of the rows with new tokens that attend exactly."""
@@ -488,6 +488,17 @@ def _index(runs: Runs, first: int, device: torch.device) -> slice | torch.Tensor
         start, stop = runs[0] if runs else (first, first)
         return slice(start - first, stop - first)
     return torch.cat([torch.arange(a - first, b - first, device=device) for a, b in runs])
+
+
+def _joined(outputs: dict[int, torch.Tensor], new: list[_New], query: torch.Tensor) -> torch.Tensor:
+    """The outputs of all rows `[rows, t, q_heads, head_dim]`; 0 where there is padding."""
+    if len(new) == 1 and new[0].columns is _ALL:
+        return outputs[0].transpose(0, 1).contiguous()[None]
+    rows, q_heads, t, dim = query.shape
+    joined = query.new_zeros(rows, t, q_heads, dim)
+    for i, output in outputs.items():
+        joined[i, new[i].columns] = output.transpose(0, 1)
+    return joined
 
 
 def _listed(runs: Runs) -> str:

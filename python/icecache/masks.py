@@ -50,13 +50,17 @@ def read_mask(mask: torch.Tensor, batch: int, t: int, n: int) -> list[RowMask]:
     padding if the last position does not attend to it, and it does not to itself. What padding
     attends to is of no interest.
 
-    Raises `ValueError` for another shape, and where the last position does not attend to a new
-    token that attends to itself: sequences packed into one row.
+    Raises `ValueError` for another shape or dtype, and where the last position does not attend to a
+    new token that attends to itself: sequences packed into one row.
     """
     if mask.ndim != 4 or mask.shape[0] not in (1, batch) or tuple(mask.shape[2:]) != (t, n):
         raise ValueError(
             f"expected an attention mask [{batch}, heads, {t}, {n}] over everything in the cache, "
             f"got {list(mask.shape)}"
+        )
+    if mask.dtype != torch.bool and not mask.is_floating_point():
+        raise ValueError(
+            f"expected a mask of bools or of what is added to logits, got {mask.dtype}"
         )
     if mask.stride(0) == 0:  # one row, expanded
         mask = mask[:1]

@@ -137,7 +137,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         key_states, value_states: `[rows, kv_heads, t, head_dim]`. `kwargs` are those that the model
         is about to call the attention function with; it shows them from transformers 5.24.
         """
-        self.require_batch(len(key_states))
+        self.require_batch(key_states.shape[0])
         self.lazy_initialization(key_states, value_states)
         self._waiting = _Waiting(key_states, value_states, exact)
         if kwargs is None:
@@ -174,7 +174,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             exact, self._waiting = self._waiting.exact, None
             before = self._columns
             seen = self._read(mask, *query.shape[::2])
-            self._open_rows(len(query), scale)
+            self._open_rows(query.shape[0], scale)
             try:
                 new = [
                     self._new_tokens(i, seen[i], query, key, value, mask)

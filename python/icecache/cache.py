@@ -208,7 +208,7 @@ class IceCache(Cache):
                     f"{layer_idx}, got none: this model's attention does not go through "
                     "AttentionInterface"
                 )
-            self._replaced[0].require_batch(len(key_states))
+            self._replaced[0].require_batch(key_states.shape[0])
             layer = self.layers[layer_idx]
             if isinstance(layer, IceLayer):
                 t = key_states.shape[2]

@@ -1,5 +1,6 @@
 """Batches: each row must get what it would get alone, whatever the padding and the other rows."""
 
+import threading
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -26,6 +27,7 @@ from transformers import DynamicCache
 
 from icecache import IceCache, IceConfig, LayerCache
 from icecache.attention import IceLayer
+from icecache.cache import Stores
 from icecache.masks import RowMask, count, cut, outside, read_mask
 
 LENGTHS = (1, 37, 600, 4, 590, 64)
@@ -75,16 +77,24 @@ def test_with_the_whole_budget_rows_get_full_attention(name: str, side: str) -> 
             close(a, b)
 
 
-@both_sides
-@pytest.mark.parametrize("name", ["llama", "qwen2_mixed", "gemma3"])
-def test_sparse_rows_get_what_they_get_alone(name: str, side: str) -> None:
-    if side == "right" and name not in FULL_MODELS:
-        pytest.skip("sliding layers count columns")
+@pytest.mark.parametrize(
+    ("name", "side", "reuse"),
+    [
+        ("llama", "left", 1),
+        ("llama", "right", 1),
+        ("llama", "left", 2),
+        ("llama", "right", 3),
+        ("qwen2_mixed", "left", 1),
+        ("gemma3", "left", 2),
+    ],
+)
+def test_sparse_rows_get_what_they_get_alone(name: str, side: str, reuse: int) -> None:
     rows, more = texts(*LENGTHS), steps(len(LENGTHS))
+    options = {**SPARSE, "reuse_layers": reuse}
     model = MODELS[name]()
-    cache = IceCache(model, **SPARSE)
+    cache = IceCache(model, **options)
     got = together(model, cache, rows, side, *more)
-    for a, b in zip(got, alone(name, lambda m: IceCache(m, **SPARSE), rows, *more), strict=True):
+    for a, b in zip(got, alone(name, lambda m: IceCache(m, **options), rows, *more), strict=True):
         assert divergence(a, b) <= 1e-4
     stats = cache.stats()
     assert stats.rows == len(rows)
@@ -576,6 +586,23 @@ def test_any_sequence_of_operations_keeps_every_row_in_full_attention(data: Any)
             world.check()
 
 
+def test_each_forward_of_a_padded_batch_may_come_from_another_thread() -> None:
+    model = llama()
+    rows = texts(40, 13)
+    read = Reader(model, IceCache(model, **WHOLE))
+    got = []
+    one = [(tokens(2, seed=i).reshape(2, 1),) for i in range(4)]
+    parts = [padded(rows, "left"), *one, padded(texts(3, 9), "right"), *one]
+    for part in parts:
+        thread = threading.Thread(target=lambda part=part: got.append(read(*part)))
+        thread.start()
+        thread.join()
+    plain = Reader(llama(), DynamicCache())
+    for a, part in zip(got, parts, strict=True):
+        for b, c in zip(a, plain(*part), strict=True):
+            close(b, c)
+
+
 # --- What a mask says
 
 
@@ -615,6 +642,56 @@ def test_what_padding_attends_to_is_of_no_interest() -> None:
     assert read_mask(mask.expand(3, -1, -1, -1), 3, 5, 5) == [RowMask(((0, 2),), True)] * 3
     mask[0, 0, 3, 2] = False
     assert read_mask(mask, 1, 5, 5) == [RowMask(((0, 2),), False)]
+
+
+@pytest.mark.parametrize("additive", [False, True])
+def test_exact_forwards_of_a_batch_take_any_mask_that_hides_its_padding(additive: bool) -> None:
+    """As of models that read images or a prefix in both directions."""
+    rows = texts(30, 12, 30, 30)
+    rows[3] = rows[2]
+    ids, padding = padded(rows, "left")
+    whole, masks = torch.zeros(4, 0, dtype=torch.long), []
+    for columns in (padding, torch.ones(4, 40, dtype=torch.long)):
+        whole = torch.cat([whole, columns], dim=1)
+        t = columns.shape[1]
+        mask = causal(whole, t)
+        both_ways = slice(whole.shape[1] - t + 5, whole.shape[1] - t + 22)
+        for i in (0, 2, 3):
+            mask[i, :, 5:22, both_ways] = whole[i, both_ways].bool()
+        masks.append(torch.zeros(mask.shape).masked_fill(~mask, -torch.inf) if additive else mask)
+    if additive:  # where padding may attend to nothing, older models let it attend to everything
+        masks[0][1, :, :18] = 0
+        masks[1][0, :, 7, 3] = 0.5
+    parts = [ids, tokens(160).reshape(4, 40)]
+    made = []
+
+    def make(**shape: Any) -> Any:
+        made.append(shape["layer_index"])
+        return Stores(IceConfig(**WHOLE))(**shape)
+
+    model = llama()
+    cache, reference = IceCache(model, layer_factory=make), DynamicCache()
+    for part, mask, kept in zip(parts, masks, (padding, torch.ones(4, 40)), strict=True):
+        with cache.exact():
+            got = forward(model, part, cache, attention_mask=mask)
+        expected = forward(llama(), part, reference, attention_mask=mask)
+        close(got[kept.bool()], expected[kept.bool()])
+    assert made == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]  # two rows are equal
+    one = torch.ones(4, 1, dtype=torch.long)
+    mask = torch.cat([whole, one], dim=1)
+    close(
+        *(
+            forward(m, one, c, attention_mask=mask)
+            for m, c in ((model, cache), (llama(), reference))
+        )
+    )
+    check(cache)
+
+
+def test_a_mask_of_whole_numbers_is_refused() -> None:
+    model = llama()
+    with pytest.raises(ValueError, match=r"mask of bools .* got torch\.int64"):
+        forward(model, tokens(3), IceCache(model), attention_mask=torch.ones(1, 1, 3, 3).long())
 
 
 def test_a_mask_is_read_once_a_forward_even_if_it_is_written_to() -> None:

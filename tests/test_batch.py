@@ -306,6 +306,42 @@ def test_a_second_turn_of_a_batch() -> None:
     check(cache)
 
 
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_rows_said_after_their_end_can_be_hidden_from_the_second_turn(name: str) -> None:
+    ids, mask = padded(texts(50, 37, 5), "left")
+    plain = MODELS[name]()
+    options: dict[str, Any] = dict(attention_mask=mask, max_new_tokens=20)
+    said = generated(plain, ids, DynamicCache(config=plain.config), **options)
+    options |= dict(eos_token_id=[said[0][3], said[1][9]], pad_token_id=0)
+    turns = []
+    for cached in (False, True):
+        model = MODELS[name]()
+        cache = IceCache(model, **WHOLE) if cached else DynamicCache(config=model.config)
+        answer = torch.tensor(generated(model, ids, cache, **options))
+        ended = (answer[:, :, None] == torch.tensor(options["eos_token_id"])).any(-1).cumsum(1)
+        heard = torch.cat([torch.ones(3, 1), 1 - ended.clamp(max=1)[:, :-1]], dim=1).long()
+        assert 0 in heard
+        more, more_mask = padded([tokens(n, seed=n) for n in (5, 31, 44)], "left")
+        whole = torch.cat([ids, answer, more], dim=1)
+        whole_mask = torch.cat([mask, heard, more_mask], dim=1)
+        turns.append(generated(model, whole, cache, attention_mask=whole_mask, max_new_tokens=10))
+    assert turns[0] == turns[1]
+    check(cache)
+    held = [row.store.seq_len for row in cache._replaced[0].rows]
+    assert held == (whole_mask.sum(1) + 9).tolist()
+
+
+def test_a_mask_of_the_new_tokens_alone_drops_nothing() -> None:
+    model = llama()
+    cache = IceCache(model, **WHOLE)
+    forward(model, tokens(60).reshape(2, 30), cache)
+    for t in (1, 7):
+        ids = tokens(2 * t).reshape(2, t)
+        with pytest.raises(ValueError, match=r"at most the row's last tokens besides, got one"):
+            forward(model, ids, cache, attention_mask=torch.ones_like(ids))
+    assert [row.store.seq_len for row in cache.layers[3].rows] == [30, 30]
+
+
 @pytest.mark.parametrize("options", [WHOLE, SPARSE])
 @pytest.mark.parametrize("assistant", [False, True])
 def test_drafts_and_crops_of_one_row(options: dict[str, Any], assistant: bool) -> None:
@@ -429,6 +465,13 @@ class World:
         if not self.columns:
             self.tokens, self.mask = [], []
 
+    def hide(self, row: int, last: int) -> None:
+        """Makes padding of the last tokens of a row."""
+        del self.tokens[row][len(self.tokens[row]) - last :]
+        columns = [column for column, kept in enumerate(self.mask[row]) if kept]
+        for column in columns[len(columns) - last :]:
+            self.mask[row][column] = 0
+
     def select(self, order: list[int]) -> None:
         self.tokens = [list(self.tokens[i]) for i in order]
         self.mask = [list(self.mask[i]) for i in order]
@@ -534,17 +577,22 @@ def test_any_sequence_of_operations_keeps_every_row_in_full_attention(data: Any)
             forced = draw(st.sampled_from([nullcontext, world.cache.exact, world.cache.sparse]))
             with forced():
                 if what == "grow":
+                    for i in range(rows):
+                        if mask[i].any() and draw(st.booleans()):
+                            world.hide(i, draw(st.integers(0, len(world.tokens[i]))))
                     grow(world, ids, mask)
                 else:
                     place = _MODEL.get_submodule(f"model.layers.{draw(st.sampled_from(_PLACES))}")
                     with failing(place), pytest.raises(Failure):
                         step(world, ids, mask)
                     continue  # what comes next must undo it
-        elif what == "refuse" and any(map(any, world.mask)):
-            # Hides a token, or shows what was padding.
+        elif what == "refuse" and world.columns > 1 and any(map(any, world.mask)):
+            # Hides a token that is not the last one, or shows what was padding.
             i = draw(st.sampled_from([i for i, row in enumerate(world.mask) if any(row)]))
             wrong = torch.tensor(world.mask)
-            wrong[i, draw(st.integers(0, world.columns - 1))] ^= 1
+            last = int(wrong[i].nonzero().max())
+            column = draw(st.sampled_from([x for x in range(world.columns) if x != last]))
+            wrong[i, column] ^= 1
             good, world.mask = world.mask, wrong.tolist()
             with pytest.raises(ValueError, match="mask that hides"):
                 step(world, *(x.reshape(rows, 2) for x in (tokens(2 * rows), torch.ones(2 * rows))))

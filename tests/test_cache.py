@@ -609,7 +609,7 @@ def test_tokens_cannot_be_hidden_later(dense_layers: int) -> None:
     )
     mask = torch.ones(1, 41, dtype=torch.long)
     mask[0, :3] = 0
-    with pytest.raises(ValueError, match=r"padding before, columns none, .* hides 0 to 2: tokens"):
+    with pytest.raises(ValueError, match=r"padding before, columns none, .* hides 0 to 2: a"):
         forward(model, tokens(1), cache, attention_mask=mask)
     assert cache.get_seq_length() == 40
     cache.reset()

@@ -165,8 +165,9 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         `read_mask` takes it, None hides nothing. Returns `[rows, t, q_heads, head_dim]`, 0 where
         there is padding. If it fails, nothing is stored.
 
-        Raises `ValueError` for a mask that hides other columns than it did before, and for one that
-        is not causal where a row is to attend sparsely.
+        The last tokens of a row that gets new ones may be hidden later: they are dropped. Raises
+        `ValueError` for a mask that hides other tokens, or shows padding, and for one that is not
+        causal where a row is to attend sparsely.
         """
         with self._lock:
             if self._waiting is None or not self.waits_for(key, value):
@@ -175,6 +176,8 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             before = self._columns
             seen = self._read(mask, *query.shape[::2])
             self._open_rows(query.shape[0], scale)
+            for row, says in zip(self.rows, seen, strict=True):
+                row.hide(cut(says.padding, before), before)
             try:
                 new = [
                     self._new_tokens(i, seen[i], query, key, value, mask)
@@ -201,17 +204,21 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         else:
             seen = _read_once(self, mask, batch, t, before + t)
         for i, (row, says) in enumerate(zip(self.rows if before else [], seen, strict=False)):
-            if (hidden := cut(says.padding, before)) != row.padding:
-                if mask is None:
-                    raise ValueError(
-                        f"expected a mask that hides the padding of row {i}, columns "
-                        f"{_listed(row.padding)}, got none: pass the attention_mask of everything "
-                        "in the cache with every forward"
-                    )
+            hidden = cut(says.padding, before)
+            if hidden == row.padding:
+                continue
+            if mask is None:
+                raise ValueError(
+                    f"expected a mask that hides the padding of row {i}, columns "
+                    f"{_listed(row.padding)}, got none: pass the attention_mask of everything in "
+                    "the cache with every forward"
+                )
+            has_new = count(says.padding, before + t) - count(hidden, before) < t
+            if not (has_new and row.begins_with(hidden, before)):
                 raise ValueError(
                     f"expected a mask that hides of row {i} what was padding before, columns "
-                    f"{_listed(row.padding)}, got one that hides {_listed(hidden)}: tokens cannot "
-                    "be hidden later; a cache serves one generate at a time"
+                    f"{_listed(row.padding)}, and at most the row's last tokens besides, got one "
+                    f"that hides {_listed(hidden)}: a cache serves one generate at a time"
                 )
         return seen
 

@@ -91,6 +91,18 @@ class Row:
         if self.store is not None and (always or tokens < self.store.seq_len):
             self.store.crop(tokens) if tokens else self.store.reset()
 
+    def begins_with(self, hidden: Runs, columns: int) -> bool:
+        """Whether hiding these of `columns` columns hides nothing but padding and last tokens."""
+        shown = outside(hidden, 0, columns)
+        end = shown[-1][1] if shown else 0
+        return cut(hidden, end) == cut(self.padding, end)
+
+    def hide(self, hidden: Runs, columns: int) -> None:
+        """Drops the last tokens if they are hidden from now on; see `begins_with`."""
+        if hidden != self.padding:
+            self.padding = hidden
+            self.keep(columns)
+
     def fork(self) -> Row:
         """An independent row with the same tokens; `TypeError` if its store cannot be forked."""
         if self.store is None:

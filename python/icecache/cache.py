@@ -84,8 +84,8 @@ class IceCache(Cache):
     The first forward decides how many rows the batch has, until `reset()`. What the attention mask
     hides is padding, left, right or between two turns: it is not stored, and every later mask must
     hide it too. A later mask may also hide the last tokens of a row, such as those after its end:
-    they are dropped. Lengths and crops count columns, tokens and padding alike. Rows that begin with
-    the same tokens, as several answers or beams do, share an index until they differ.
+    they are dropped. Lengths and crops count columns, tokens and padding alike. Rows that begin
+    with the same tokens, as several answers or beams do, share an index until they differ.
 
     Sets the model's attention implementation to "icecache"; `attach` restores it afterwards.
     Several caches may share a model, and a model may run with other caches meanwhile.

@@ -55,6 +55,16 @@ class Layer:
         out: npt.NDArray[Any],
         like: Choices | None = None,
     ) -> None: ...
+    @staticmethod
+    def decode_batch(
+        layers: Sequence[Layer],
+        q: Sequence[npt.NDArray[Any]],
+        k: Sequence[npt.NDArray[Any]],
+        v: Sequence[npt.NDArray[Any]],
+        dtype: str,
+        out: npt.NDArray[Any],
+        like: Sequence[Choices] | None = None,
+    ) -> None: ...
     def append(self, k: npt.NDArray[Any], v: npt.NDArray[Any], dtype: str) -> None: ...
     def attend(
         self, q: npt.NDArray[Any], dtype: str, out: npt.NDArray[Any], exact: bool

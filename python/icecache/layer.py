@@ -8,7 +8,8 @@ decode:  store, attend to sink, window and the tokens that the index finds, merg
 from __future__ import annotations
 
 import threading
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, ExitStack
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -118,6 +119,42 @@ class LayerCache:
             chosen = None if like is None else like._core.choices()
             self._core.decode(queries.array, keys.array, values.array, dtype, out, chosen)
             self._tensors = is_tensor(k)
+        return given_back(out, dtype, is_tensor(q))
+
+    @staticmethod
+    def decode_batch(
+        layers: Sequence[LayerCache],
+        q: Array,
+        k: Array,
+        v: Array,
+        like: Sequence[LayerCache] | None = None,
+    ) -> Array:
+        """`decode` of several sequences in one call, bit for bit; their heads share the threads.
+
+        q: [rows, q_heads, n, head_dim], k and v: [rows, kv_heads, n, head_dim], one row for each
+        layer. Returns outputs as `q`. If it fails, nothing is appended to any of them.
+        """
+        layers, followed = list(layers), None if like is None else list(like)
+        for name, caches in ("layers", layers), ("like", followed or layers):
+            if not all(type(cache) is LayerCache for cache in caches):
+                raise TypeError(f"{name} must be LayerCaches, got {caches!r}")
+        operands = {name: operand(name, x, 4) for name, x in (("q", q), ("k", k), ("v", v))}
+        dtype = same_dtype(**operands)
+        counts = [len(x.array) for x in operands.values()]
+        counts += [len(followed)] if followed is not None else []
+        if counts != [len(layers)] * len(counts):
+            raise ValueError(f"expected one row for each of {len(layers)} layers, got {counts}")
+        queries, keys, values = (list(x.array) for x in operands.values())
+        out = np.empty(operands["q"].array.shape, ELEMENTS[dtype])
+        with ExitStack() as locks:
+            # In one order, whatever that of the call: two calls never wait for each other.
+            for layer in sorted({*layers, *(followed or ())}, key=id):
+                locks.enter_context(layer._lock)
+            chosen = None if followed is None else [other._core.choices() for other in followed]
+            cores = [layer._core for layer in layers]
+            _icecache.Layer.decode_batch(cores, queries, keys, values, dtype, out, chosen)
+            for layer in layers:
+                layer._tensors = is_tensor(k)
         return given_back(out, dtype, is_tensor(q))
 
     def append(self, k: Array, v: Array) -> None:

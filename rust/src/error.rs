@@ -61,6 +61,9 @@ pub enum Error {
         expected: usize,
         got: usize,
     },
+    /// A layer of a batch comes again.
+    #[error("expected each layer of a batch once, got one twice")]
+    Twice,
     /// Slots on a device exist once it is open.
     #[error("no device is open: call open_device before stage")]
     NoDevice,

@@ -19,7 +19,8 @@ use std::sync::Arc;
 
 /// Trees at most: the last of as many is copied before it grows, however large.
 const MOST_TREES: usize = 4;
-/// A tree of at most this share of all tokens is copied before it grows.
+/// A tree of at most so many tokens, or of at most one in so many of all, is copied before it grows.
+const SMALL: usize = 2 * FIRST_BULK;
 const SMALL_SHARE: usize = 8;
 
 thread_local! {
@@ -74,6 +75,10 @@ impl Forest {
         let bulk = (window.keys.strided(), window.values.strided());
         let bulk = (bulk.0.first(count), bulk.1.first(count));
         let ids = first..first + count as KeyId;
+        if grows {
+            // Copied, if a fork has it.
+            self.frozen = self.frozen.min(self.trees.len() - 1);
+        }
         match self.trees.last_mut() {
             Some(last) if grows && count < last.len => {
                 return Ok(insert(Arc::make_mut(last), bulk, first, workers));
@@ -85,7 +90,6 @@ impl Forest {
                 (0..count).for_each(|i| tokens.push(bulk.0, bulk.1, i));
                 let tokens = (tokens.keys.strided(), tokens.values.strided());
                 *last = Arc::new(build(tokens, &all, Some(last), options, stream, workers)?);
-                self.frozen = self.frozen.min(self.trees.len() - 1);
             }
             last => {
                 let ids: Vec<KeyId> = ids.collect();
@@ -103,7 +107,7 @@ impl Forest {
             return false;
         };
         self.frozen < self.trees.len()
-            || last.len <= FIRST_BULK
+            || last.len <= SMALL
             || SMALL_SHARE * last.len <= self.len()
             || self.trees.len() == MOST_TREES
     }

@@ -7,10 +7,36 @@ use std::sync::Mutex;
 
 /// Runs `work` on what the lock guards. A panic becomes [`Error::Poisoned`].
 pub fn guarded<T, R>(cell: &Mutex<T>, work: impl FnOnce(&mut T) -> Result<R>) -> Result<R> {
-    // The poisoned lock keeps anyone from seeing what the panic left half done.
-    let guarded = AssertUnwindSafe(|| match cell.lock() {
-        Ok(mut inner) => work(&mut inner),
-        Err(_) => Err(Error::Poisoned("a panic, see the first error".into())),
+    guarded_all(&[cell], |inner| work(inner[0]))
+}
+
+/// [`guarded`] for several at once, none of them twice. They are locked in the order of their
+/// addresses, so that calls that name them in other orders do not wait for each other forever.
+pub fn guarded_all<T, R>(
+    cells: &[&Mutex<T>],
+    work: impl FnOnce(&mut [&mut T]) -> Result<R>,
+) -> Result<R> {
+    // The poisoned locks keep anyone from seeing what the panic left half done.
+    let guarded = AssertUnwindSafe(|| {
+        let mut order: Vec<usize> = (0..cells.len()).collect();
+        order.sort_by_key(|&i| std::ptr::from_ref(cells[i]).addr());
+        if order
+            .windows(2)
+            .any(|pair| std::ptr::eq(cells[pair[0]], cells[pair[1]]))
+        {
+            return Err(Error::Twice);
+        }
+        let mut guards: Vec<_> = cells.iter().map(|_| None).collect();
+        for i in order {
+            let poisoned = |_| Error::Poisoned("a panic, see the first error".into());
+            guards[i] = Some(cells[i].lock().map_err(poisoned)?);
+        }
+        let mut inner: Vec<&mut T> = guards
+            .iter_mut()
+            .flatten()
+            .map(|guard| &mut **guard)
+            .collect();
+        work(&mut inner)
     });
     catch_unwind(guarded).unwrap_or_else(|panic| Err(Error::Poisoned(message(panic.as_ref()))))
 }
@@ -40,6 +66,33 @@ mod tests {
         };
         assert!(later.contains("see the first error"), "{later}");
         assert_eq!(guarded(&other, at(0)), Ok(2));
+    }
+
+    #[test]
+    fn several_at_once_in_any_order_and_none_twice() {
+        let cells: Vec<Mutex<u32>> = (0..4).map(Mutex::new).collect();
+        let swap = |a: usize, b: usize| {
+            guarded_all(&[&cells[a], &cells[b]], |both| {
+                assert!(!std::ptr::eq(both[0], both[1]));
+                let (first, second) = (*both[0], *both[1]);
+                (*both[0], *both[1]) = (second, first);
+                Ok((first, second))
+            })
+        };
+        assert_eq!(swap(3, 1), Ok((3, 1)));
+        assert_eq!(swap(3, 1), Ok((1, 3)));
+        assert_eq!(swap(2, 2), Err(Error::Twice));
+        std::thread::scope(|scope| {
+            for (a, b) in [(0, 1), (1, 0), (1, 2), (2, 1)] {
+                scope.spawn(move || (0..2000).for_each(|_| assert!(swap(a, b).is_ok())));
+            }
+        });
+        let sum: u32 = cells.iter().map(|cell| *cell.lock().unwrap()).sum();
+        assert_eq!(sum, 6);
+        let broken: Result<()> = guarded_all(&[&cells[0], &cells[3]], |_| panic!("told to"));
+        assert!(matches!(broken, Err(Error::Poisoned(_))));
+        assert!(swap(0, 1).is_err() && swap(3, 2).is_err());
+        assert!(swap(1, 2).is_ok());
     }
 
     #[test]

@@ -36,6 +36,22 @@ pub struct Shape {
 /// One array [heads, tokens, head_dim], as its heads.
 pub type Heads<'a> = Vec<Strided<'a>>;
 
+/// What a layer is to attend to sparsely: positions [q_heads, n, head_dim], and where to write.
+#[derive(Debug)]
+pub struct Queries<'a> {
+    pub q: &'a Heads<'a>,
+    /// What another layer selected at the same positions, to take instead of searching.
+    pub like: Option<&'a Choices>,
+    pub out: ElementsMut<'a>,
+}
+
+impl Queries<'_> {
+    /// Positions.
+    fn len(&self) -> usize {
+        self.q.first().map_or(0, |head| head.len)
+    }
+}
+
 #[derive(Debug)]
 pub struct Layer {
     shape: Shape,
@@ -169,18 +185,42 @@ impl Layer {
         out: ElementsMut<'_>,
         cancelled: &AtomicBool,
     ) -> Result<()> {
-        let n = self.check_new(k, v)?;
-        self.check_queries(q, n)?;
-        self.check_output(n, &out)?;
-        self.check_choices(n, like)?;
-        let first = self.seq_len();
-        self.grow(k[0].dtype(), |layer| {
-            let workers = layer.workers(cancelled);
-            layer.sparse(q, n, like, out, workers, |head, h, i, options| {
-                head.append(k[h], v[h], i, options)?;
-                Ok(first + i + 1)
-            })
-        })
+        let queries = Queries { q, like, out };
+        Self::decode_batch(&mut [self], vec![(queries, k, v)], cancelled)
+    }
+
+    /// [`Layer::decode`] of several sequences, whose heads share the threads: queries, keys and values
+    /// for each layer. If one of them fails, nothing is appended to any.
+    pub fn decode_batch(
+        layers: &mut [&mut Self],
+        rows: Vec<(Queries<'_>, &Heads<'_>, &Heads<'_>)>,
+        cancelled: &AtomicBool,
+    ) -> Result<()> {
+        for (layer, (queries, k, v)) in layers.iter().zip(&rows) {
+            let n = layer.check_new(k, v)?;
+            layer.check_queries(queries.q, n)?;
+            layer.check_output(n, &queries.out)?;
+            layer.check_choices(n, queries.like)?;
+        }
+        let before: Vec<usize> = layers.iter().map(|layer| layer.seq_len()).collect();
+        let (queries, new): (Vec<_>, Vec<_>) =
+            rows.into_iter().map(|(q, k, v)| (q, (k, v))).unzip();
+        for (layer, (k, _)) in layers.iter_mut().zip(&new) {
+            layer.start(k[0].dtype());
+        }
+        let append = |row: usize, head: &mut Head, h: usize, i: usize, options: &Options| {
+            let (k, v) = new[row];
+            head.append(k[h], v[h], i, options)?;
+            Ok(before[row] + i + 1)
+        };
+        let workers = layers.first().map(|layer| layer.workers(cancelled));
+        let result = workers.map_or(Ok(()), |workers| sparse(layers, queries, workers, append));
+        if result.is_err() {
+            for (layer, &n) in layers.iter_mut().zip(&before) {
+                layer.crop(n)?;
+            }
+        }
+        result
     }
 
     /// Appends as [`Layer::decode`] does, without attending.
@@ -220,7 +260,10 @@ impl Layer {
         }
         let first = self.seq_len() - n;
         let workers = Workers::steady(self.options.num_threads);
-        self.sparse(q, n, None, out, workers, |_, _, i, _| Ok(first + i + 1))
+        let queries = vec![Queries { q, like: None, out }];
+        sparse(&mut [self], queries, workers, |_, _, _, i, _| {
+            Ok(first + i + 1)
+        })
     }
 
     /// Attends exactly with the queries of the last stored positions.
@@ -257,56 +300,6 @@ impl Layer {
             // The workers know of it.
             let _ = work(h, head, options, workers);
         })
-    }
-
-    /// Steps of `n` positions: `ready(head, kv head, i, options)` makes position `i` of a head
-    /// ready and returns how many positions it sees.
-    fn sparse(
-        &mut self,
-        q: &Heads<'_>,
-        n: usize,
-        like: Option<&Choices>,
-        out: ElementsMut<'_>,
-        workers: Workers<'_>,
-        ready: impl Fn(&mut Head, usize, usize, &Options) -> Result<usize> + Sync,
-    ) -> Result<()> {
-        let (group, dim) = (self.group(), self.shape.head_dim);
-        let outputs = out.chunks((group * n * dim).max(1));
-        let workers = self.worthwhile(workers, n);
-        let (options, scale) = (&self.options, self.scale);
-        let mut items: Vec<_> = self.heads.iter_mut().zip(outputs).collect();
-        workers.for_each_mut(&mut items, |h, (head, out)| {
-            SCRATCH.with_borrow_mut(|scratch| {
-                let mut queries = vec![0.0; group * dim];
-                let mut result = vec![0.0; group * dim];
-                head.forget_choices();
-                for i in 0..n {
-                    let (Ok(()), Ok(visible)) = (workers.check(), ready(head, h, i, options))
-                    else {
-                        return; // The workers know of it.
-                    };
-                    for (g, query) in queries.chunks_exact_mut(dim).enumerate() {
-                        scaled(q[h * group + g].row(i), scale, query);
-                    }
-                    let like = like.map(|choices| &choices.heads[h][i]);
-                    head.step_sparse(&queries, visible, like, options, scratch, &mut result);
-                    for (g, row) in result.chunks_exact(dim).enumerate() {
-                        out.write((g * n + i) * dim, row);
-                    }
-                }
-            });
-        })?;
-        self.steps += n;
-        Ok(())
-    }
-
-    /// As many workers as so many steps are worth.
-    fn worthwhile<'a>(&self, workers: Workers<'a>, steps: usize) -> Workers<'a> {
-        let busy: f32 = self.last_steps().map(|step| step.times.total()).sum();
-        match busy > 0.0 {
-            true => workers.at_most((busy * steps as f32 / LEAST_SHARE) as usize),
-            false => workers,
-        }
     }
 
     /// Exact attention of the last positions, in parallel over heads and blocks of positions.
@@ -447,6 +440,12 @@ impl Layer {
         Workers::new(self.options.num_threads, cancelled)
     }
 
+    /// Seconds that so many steps take, by the last one.
+    fn busy(&self, steps: usize) -> f32 {
+        let busy: f32 = self.last_steps().map(|step| step.times.total()).sum();
+        busy * steps as f32
+    }
+
     fn group(&self) -> usize {
         self.shape.q_heads / self.shape.kv_heads
     }
@@ -585,6 +584,69 @@ impl Layer {
             }
         }
         Ok(())
+    }
+}
+
+/// Steps of positions of several layers, whose heads share the threads: `ready(row, head, kv head, i,
+/// options)` makes position `i` of a head of a layer ready and returns how many positions it sees.
+fn sparse(
+    layers: &mut [&mut Layer],
+    queries: Vec<Queries<'_>>,
+    workers: Workers<'_>,
+    ready: impl Fn(usize, &mut Head, usize, usize, &Options) -> Result<usize> + Sync,
+) -> Result<()> {
+    let busy = (layers.iter().zip(&queries)).map(|(layer, queries)| layer.busy(queries.len()));
+    let workers = worthwhile(workers, busy.sum());
+    let steps: Vec<usize> = queries.iter().map(Queries::len).collect();
+    let mut items = Vec::new();
+    for (row, (layer, queries)) in layers.iter_mut().zip(queries).enumerate() {
+        let (group, dim, n) = (layer.group(), layer.shape.head_dim, queries.len());
+        let Queries { q, like, out } = queries;
+        let (options, scale) = (&layer.options, layer.scale);
+        let outputs = out.chunks((group * n * dim).max(1));
+        for (h, (head, out)) in layer.heads.iter_mut().zip(outputs).enumerate() {
+            let q = &q[h * group..][..group];
+            let like = like.map(|choices| &choices.heads[h]);
+            items.push((row, h, head, q, like, out, options, scale));
+        }
+    }
+    workers.for_each_mut(
+        &mut items,
+        |_, (row, h, head, q, like, out, options, scale)| {
+            SCRATCH.with_borrow_mut(|scratch| {
+                let (n, dim) = (q[0].len, q[0].dim);
+                let mut queries = vec![0.0; q.len() * dim];
+                let mut result = vec![0.0; q.len() * dim];
+                head.forget_choices();
+                for i in 0..n {
+                    let (Ok(()), Ok(visible)) =
+                        (workers.check(), ready(*row, head, *h, i, options))
+                    else {
+                        return; // The workers know of it.
+                    };
+                    for (query, q) in queries.chunks_exact_mut(dim).zip(*q) {
+                        scaled(q.row(i), *scale, query);
+                    }
+                    let like = like.map(|choices| &choices[i]);
+                    head.step_sparse(&queries, visible, like, options, scratch, &mut result);
+                    for (g, row) in result.chunks_exact(dim).enumerate() {
+                        out.write((g * n + i) * dim, row);
+                    }
+                }
+            });
+        },
+    )?;
+    for (layer, n) in layers.iter_mut().zip(steps) {
+        layer.steps += n;
+    }
+    Ok(())
+}
+
+/// As many workers as so many seconds of work are worth, by the last step; all if there was none.
+fn worthwhile(workers: Workers<'_>, busy: f32) -> Workers<'_> {
+    match busy > 0.0 {
+        true => workers.at_most((busy / LEAST_SHARE) as usize),
+        false => workers,
     }
 }
 

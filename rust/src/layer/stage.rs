@@ -3,7 +3,7 @@
 //! A device holds slots, [kv_heads, slots, head_dim] for keys and as many for values. Of every position
 //! it attends to the slots that `stage` names; all else comes from the CPU.
 
-use super::{Choices, Heads, Layer, SCRATCH, Shape, config, scaled};
+use super::{Choices, Heads, Layer, SCRATCH, Shape, config, scaled, worthwhile};
 use crate::error::{Error, Result};
 use crate::head::{Head, SLACK};
 use crate::ids::Place;
@@ -113,7 +113,7 @@ impl Layer {
         let (group, dim, n) = (self.group(), self.shape.head_dim, q[0].len);
         let (first, slots) = (self.seq_len(), self.device_slots());
         let layout = self.layout(n, k[0].dtype());
-        let searching = self.worthwhile(workers, n);
+        let searching = worthwhile(workers, self.busy(n));
         let (options, scale) = (&self.options, self.scale);
         let device = self.device.as_mut().expect("checked before");
         device.targets.clear();

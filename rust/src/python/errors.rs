@@ -1,7 +1,7 @@
 //! Errors of the core as Python exceptions; signals that end a long call.
 
 use crate::error::{Error, Result};
-use crate::guard::guarded;
+use crate::guard::{guarded, guarded_all};
 use pyo3::exceptions::{PyKeyboardInterrupt, PyRuntimeError, PyTypeError, PyValueError};
 use pyo3::prelude::*;
 use std::sync::Mutex;
@@ -41,15 +41,27 @@ pub fn interruptible<T: Send, R: Send>(
     long: bool,
     work: impl FnOnce(&mut T, &AtomicBool) -> Result<R> + Send,
 ) -> PyResult<R> {
+    all_interruptible(py, &[cell], long, |inner, cancelled| {
+        work(inner[0], cancelled)
+    })
+}
+
+/// [`interruptible`] for work on several at once, none of them twice.
+pub fn all_interruptible<T: Send, R: Send>(
+    py: Python<'_>,
+    cells: &[&Mutex<T>],
+    long: bool,
+    work: impl FnOnce(&mut [&mut T], &AtomicBool) -> Result<R> + Send,
+) -> PyResult<R> {
     let (cancelled, done) = (AtomicBool::new(false), AtomicBool::new(false));
-    let work = |inner: &mut T| work(inner, &cancelled);
+    let work = |inner: &mut [&mut T]| work(inner, &cancelled);
     if !long {
-        return locked(py, cell, work);
+        return py.detach(|| guarded_all(cells, work)).map_err(PyErr::from);
     }
     let caller = thread::current();
     thread::scope(|scope| {
         let worker = thread::Builder::new().spawn_scoped(scope, || {
-            let result = guarded(cell, work);
+            let result = guarded_all(cells, work);
             done.store(true, Ordering::Release);
             caller.unpark();
             result

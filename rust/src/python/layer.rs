@@ -1,11 +1,11 @@
 //! `Layer`: what `icecache.LayerCache` is made of. Python checks kinds and dtypes of arrays.
 
 use super::arrays::{Array, Output};
-use super::errors::{interruptible, locked};
+use super::errors::{all_interruptible, interruptible, locked};
 use crate::config::{Options, Selection, Tail, TreeOptions};
 use crate::head::Times;
-use crate::layer::{Choices, Layer, Shape};
-use crate::rows::{Dtype, RowStore, to_f32};
+use crate::layer::{Choices, Layer, Queries, Shape};
+use crate::rows::{Dtype, ElementsMut, RowStore, to_f32};
 use crate::tree::node::{Level, Scalars};
 use numpy::{IntoPyArray, PyArray1, PyArrayMethods};
 use pyo3::prelude::*;
@@ -111,6 +111,47 @@ impl PyLayer {
         let long = k.first().is_some_and(|head| head.len > FEW);
         interruptible(py, &self.0, long, |layer, cancelled| {
             layer.decode(&q, &k, &v, like, out, cancelled)
+        })
+    }
+
+    /// `decode` of several sequences, whose heads share the threads: lists of as many layers, queries,
+    /// keys, values, and of what to select if anything; outputs in one array.
+    #[staticmethod]
+    #[pyo3(signature = (layers, q, k, v, dtype, out, like=None))]
+    fn decode_batch(
+        py: Python<'_>,
+        layers: Vec<Bound<'_, Self>>,
+        q: Vec<Bound<'_, PyAny>>,
+        k: Vec<Bound<'_, PyAny>>,
+        v: Vec<Bound<'_, PyAny>>,
+        dtype: &str,
+        out: Any<'_, '_>,
+        like: Option<Vec<Bound<'_, PyChoices>>>,
+    ) -> PyResult<()> {
+        let arrays = [q, k, v].map(|list| {
+            let arrays = list.iter().map(|array| Array::new(array, dtype));
+            arrays.collect::<PyResult<Vec<_>>>()
+        });
+        let [q, k, v] = arrays;
+        let (q, k, v) = (q?, k?, v?);
+        let [q, k, v] = [&q, &k, &v].map(|arrays| {
+            let heads = arrays.iter().map(Array::heads);
+            heads.collect::<PyResult<Vec<_>>>()
+        });
+        let (q, k, v) = (q?, k?, v?);
+        let mut out = Output::new(out, dtype)?;
+        let out = out.elements()?;
+        let each = out.len() / layers.len().max(1);
+        let mut outputs = out.chunks(each.max(1));
+        outputs.resize_with(layers.len(), || ElementsMut::F32(&mut []));
+        let likes = (0..layers.len()).map(|i| Some(&like.as_ref()?[i].get().0));
+        let rows = outputs.into_iter().zip(likes).zip(q.iter().zip(&k).zip(&v));
+        let rows = rows.map(|((out, like), ((q, k), v))| (Queries { q, like, out }, k, v));
+        let rows: Vec<_> = rows.collect();
+        let cells: Vec<_> = layers.iter().map(|layer| &layer.get().0).collect();
+        let long = k.iter().flatten().any(|head| head.len > FEW);
+        all_interruptible(py, &cells, long, |layers, cancelled| {
+            Layer::decode_batch(layers, rows, cancelled)
         })
     }
 

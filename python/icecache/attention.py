@@ -21,6 +21,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
+from .layer import LayerCache
 from .masks import RowMask, Runs, count, cut, outside, read_mask
 from .rows import LayerStore, Row, StoreFactory, repeated, row_indices, select
 from .sdpa import attend_masked
@@ -285,13 +286,20 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _attend_sparsely(self, new: dict[int, _New]) -> dict[int, torch.Tensor]:
         """Outputs `[q_heads, tokens, head_dim]` of these rows, which have tokens."""
-        outputs: dict[int, torch.Tensor] = {}
-        for i, tokens in new.items():
-            store = self.rows[i].store
-            assert store is not None
-            like = {} if self.anchor is None else {"like": self.anchor.rows[i].store}
-            outputs[i] = store.decode(tokens.q, tokens.k, tokens.v, **like)
-        return outputs
+        rows = list(new.values())
+        stores: list[Any] = [self.rows[i].store for i in new]
+        like: list[Any] = [] if self.anchor is None else [self.anchor.rows[i].store for i in new]
+        alike = len({row.k.shape[1] for row in rows}) == 1 < len(rows)
+        if alike and all(type(store) is LayerCache for store in stores):
+            q, k, v = (torch.stack([getattr(row, x) for row in rows]) for x in "qkv")
+            outputs = LayerCache.decode_batch(stores, q, k, v, like or None)
+        else:
+            follow: list[Any] = [{"like": other} for other in like] or [{}] * len(rows)
+            outputs = [
+                store.decode(row.q, row.k, row.v, **other)
+                for store, row, other in zip(stores, rows, follow, strict=True)
+            ]
+        return dict(zip(new, outputs, strict=True))
 
     def _open_store(self, q: torch.Tensor, k: torch.Tensor) -> LayerStore:
         return self._factory(

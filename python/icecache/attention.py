@@ -306,6 +306,12 @@ def icecache_attention_forward(
         raise ValueError(f"expected one dimension of queries, keys and values, got {dims}")
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"expected {key.shape[2]} queries, one per new token: {query.shape[2]}")
+    groups = getattr(module, "num_key_value_groups", None)
+    if groups is not None and query.shape[1] != groups * key.shape[1]:
+        raise ValueError(
+            f"expected {groups} query heads per KV head, got {query.shape[1]} and {key.shape[1]}: "
+            "a tp_plan must split both or neither"
+        )
     refuse_gradients(query)
     if attention_mask is not None:
         _require_causal(attention_mask, query, layer.get_seq_length())

@@ -120,7 +120,11 @@ class IceCache(Cache):
         self._text_config: PreTrainedConfig = owner.config
         layers, kinds = _plain_layers(owner)
         self._lock = threading.RLock()
-        factory = layer_factory or Stores(self.config)
+        factory = layer_factory or Stores(
+            self.config,
+            tp_rank=_tensor_parallel_rank(model),
+            model_q_heads=getattr(owner.config, "num_attention_heads", 0),
+        )
         replaced: list[IceLayer] = []
         for index, kind in kinds.items():
             if kind == _FULL and index >= self.config.dense_layers:
@@ -405,17 +409,32 @@ def _plain_layers(owner: PreTrainedModel) -> tuple[list[Any], dict[int, str]]:
     return layers, kinds
 
 
+def _tensor_parallel_rank(model: PreTrainedModel) -> int:
+    """The rank of this process among those that a `tp_plan` splits the model over; 0 without one."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return 0
+    return int((mesh if mesh.ndim == 1 else mesh["tp"]).get_local_rank())
+
+
 class Stores:
     """Makes the store of each layer where its queries are: on the CPU, or on a device, whose layers
     share one `Transfer`. The layers of all devices share one `Pipeline`.
 
     open_device: makes the `Device` of a `torch.device` other than the CPU.
+    tp_rank: of this process among those that share the `model_q_heads` query heads of every layer.
     """
 
     def __init__(
-        self, config: IceConfig, open_device: Callable[[torch.device], Device] = CudaDevice
+        self,
+        config: IceConfig,
+        open_device: Callable[[torch.device], Device] = CudaDevice,
+        *,
+        tp_rank: int = 0,
+        model_q_heads: int = 0,
     ) -> None:
         self._config, self._open_device = config, open_device
+        self._tp_rank, self._model_q_heads = tp_rank, model_q_heads
         self._pipeline: Pipeline | None = None
         self._transfers: dict[torch.device, Transfer] = {}
 
@@ -430,8 +449,11 @@ class Stores:
         device: torch.device,
     ) -> LayerStore:
         shape = (num_q_heads, num_kv_heads, head_dim, self._config, scale)
+        # A plan may also leave all heads of a layer to every process.
+        is_split = num_q_heads < self._model_q_heads
+        first = self._tp_rank * num_kv_heads if is_split else 0
         if device.type == "cpu":
-            return LayerCache(*shape, layer_index=layer_index)
+            return LayerCache(*shape, layer_index=layer_index, first_kv_head=first)
         if self._pipeline is None:
             self._pipeline = Pipeline()
         if device not in self._transfers:
@@ -440,6 +462,7 @@ class Stores:
         return DeviceLayerCache(
             *shape,
             layer_index=layer_index,
+            first_kv_head=first,
             transfer=transfer,
             pipeline=self._pipeline,
         )

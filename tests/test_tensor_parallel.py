@@ -1,7 +1,6 @@
-"""Two processes that split a model's heads, as transformers' `tp_plan` does: each holds the cache
-of its own KV heads, and together they answer as one process does, sparse steps included."""
+"""Two processes that share a model's layers, as transformers' `tp_plan` has it: each holds its own
+KV heads, and together they answer as one process does, sparse steps included."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,61 +8,70 @@ from typing import Any
 
 import pytest
 import torch
-from test_cache import close
-from tiny_models import llama
+from test_cache import SPARSE, close, forward
+from tiny_models import llama, phi3, tokens
 from tp_worker import SECONDS, answers
-from transformers import PreTrainedModel
 
-pytestmark = pytest.mark.skipif(
-    not torch.distributed.is_available() or not torch.distributed.is_gloo_available(),
-    reason="needs gloo",
-)
+from icecache import IceCache
+
 RANKS = 2
+# The vocabulary is split too. Phi-3 has one projection for all three, whose output every rank gets.
+SIZES = dict(num_attention_heads=8, num_key_value_heads=4, vocab_size=98)
+MODELS = {"llama": llama, "phi3": phi3}
+SPLIT = {"llama": True, "phi3": False}
 
 
-def in_ranks(model: PreTrainedModel, plan: Any, folder: Path) -> list[dict[str, Any]]:
-    """The answers of each rank."""
-    model.save_pretrained(folder)
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By model: what each rank answers."""
+    if not (torch.distributed.is_available() and torch.distributed.is_gloo_available()):
+        pytest.skip("needs gloo")
+    folders = {name: tmp_path_factory.mktemp(name) for name in MODELS}
+    for name, folder in folders.items():
+        MODELS[name](**SIZES).save_pretrained(folder)
     worker = Path(__file__).with_name("tp_worker.py")
-    started = subprocess.Popen(
-        [
-            *(sys.executable, "-m", "torch.distributed.run"),
-            *("--standalone", "--local-addr", "127.0.0.1", "--nproc-per-node", str(RANKS)),
-            *(str(worker), str(folder), json.dumps(plan), str(folder)),
-        ],
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone")
+    where = ("--local-addr", "127.0.0.1", "--nproc-per-node", str(RANKS))
+    process = subprocess.Popen(
+        [*torchrun, *where, worker, *folders.values()],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
     )
     try:
-        output, _ = started.communicate(timeout=SECONDS + 30)
+        output, _ = process.communicate(timeout=SECONDS + 30)
     finally:
-        started.terminate()  # it ends the ranks
-        started.wait(30)
-    assert started.returncode == 0, output
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+        process.terminate()  # ends the ranks, too
+        process.wait()
+    assert process.returncode == 0, output
+    return {
+        name: [torch.load(folder / f"rank{rank}.pt") for rank in range(RANKS)]
+        for name, folder in folders.items()
+    }
 
 
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return llama(num_attention_heads=8, num_key_value_heads=4)
-
-
-@pytest.fixture(scope="module")
-def alone(model: PreTrainedModel) -> dict[str, Any]:
-    return answers(model)
-
-
-def test_two_ranks_answer_as_one_process(
-    model: PreTrainedModel, alone: dict[str, Any], tmp_path: Path
-) -> None:
-    ranks = in_ranks(model, "auto", tmp_path)
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_answer_as_one_process(name: str, ranks: Any) -> None:
+    alone = answers(MODELS[name](**SIZES))
     for budget, expected in alone.items():
-        got = [rank[budget] for rank in ranks]
+        got = [rank[budget] for rank in ranks[name]]
         for each in got:
             close(each["logits"], expected["logits"])
-            assert each["tokens"] == expected["tokens"]
-            assert each["kv_bytes"] * RANKS == expected["kv_bytes"]
-        # Every tree is the one that its head has in one process.
-        layers = zip(*(each["selected"] for each in got), strict=True)
-        assert [sum(heads, []) for heads in layers] == expected["selected"]
+            assert each["generated"] == expected["generated"]
+        if SPLIT[name]:
+            assert [each["kv_bytes"] * RANKS for each in got] == [expected["kv_bytes"]] * RANKS
+            # Every head selects what it selects in one process.
+            layers = zip(*(each["selected"] for each in got), strict=True)
+            assert [sum(heads, []) for heads in layers] == expected["selected"]
+        else:
+            assert [each["kv_bytes"] for each in got] == [expected["kv_bytes"]] * RANKS
+            assert [each["selected"] for each in got] == [expected["selected"]] * RANKS
+
+
+def test_query_heads_split_without_their_kv_heads_are_refused() -> None:
+    model = llama()
+    cache = IceCache(model, **SPARSE)
+    model.model.layers[1].self_attn.num_key_value_groups = 4  # there are two query heads for each
+    with pytest.raises(ValueError, match="4 query heads per KV head, got 4 and 2"):
+        forward(model, tokens(40), cache)
+    assert cache.get_seq_length() == 0

@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -63,6 +65,11 @@ def qwen3(**options: Any) -> PreTrainedModel:
 
 def mistral(**options: Any) -> PreTrainedModel:
     return _make(MistralForCausalLM, MistralConfig(**{**_SIZES, "sliding_window": None, **options}))
+
+
+def phi3(**options: Any) -> PreTrainedModel:
+    """One projection for queries, keys and values."""
+    return _make(Phi3ForCausalLM, Phi3Config(**{**_SIZES, "sliding_window": None, **options}))
 
 
 def qwen2_mixed(**options: Any) -> PreTrainedModel:

@@ -12,7 +12,7 @@ from test_cache import SPARSE, close, forward
 from tiny_models import llama, phi3, tokens
 from tp_worker import SECONDS, answers
 
-from icecache import IceCache
+from icecache import IceCache, IceConfig, LayerCache
 
 RANKS = 2
 # The vocabulary is split too. Phi-3 has one projection for all three, whose output every rank gets.
@@ -75,3 +75,20 @@ def test_query_heads_split_without_their_kv_heads_are_refused() -> None:
     with pytest.raises(ValueError, match="4 query heads per KV head, got 4 and 2"):
         forward(model, tokens(40), cache)
     assert cache.get_seq_length() == 0
+
+
+def test_a_layer_of_some_heads_is_a_part_of_the_whole_layer_bit_for_bit() -> None:
+    generator = torch.Generator().manual_seed(0)
+    k, v, q = (torch.randn(4, 700, 16, generator=generator) for _ in range(3))
+    config = IceConfig(**SPARSE)
+    whole = LayerCache(4, 4, 16, config, layer_index=3)
+    part = LayerCache(2, 2, 16, config, layer_index=3, first_kv_head=2)
+    other = LayerCache(2, 2, 16, config, layer_index=3)
+    for layer, heads in ((whole, slice(0, 4)), (part, slice(2, 4)), (other, slice(2, 4))):
+        layer.prefill(k[heads, :690], v[heads, :690])
+    out = whole.decode(q[:, 690:], k[:, 690:], v[:, 690:])[2:]
+    rows = (q[2:, 690:], k[2:, 690:], v[2:, 690:])
+    assert torch.equal(part.decode(*rows), out)
+    assert not torch.equal(other.decode(*rows), out)
+    with pytest.raises(ValueError, match="first_kv_head"):
+        LayerCache(2, 2, 16, first_kv_head=-1)

@@ -9,11 +9,13 @@ Without a layer (another cache, or a layer that is not replaced) the function is
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -33,6 +35,20 @@ TAKEN_OVER = (
     "give each sequence a cache of its own"
 )
 """What a forward is told whose cache another thread has used meanwhile."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def not_compiled(function: _F) -> _F:
+    """Makes `torch.compile` call a function as it is, between what it compiles.
+
+    The cache is in host memory and in Rust: tracing it would compile every step anew.
+    """
+    why = "icecache attends outside of torch: compile without fullgraph=True"
+    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.7
+    called: _F = torch.compiler.disable(function, **({"reason": why} if takes_reason else {}))
+    return called
 
 
 class LayerStore(Protocol):
@@ -261,6 +277,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@not_compiled
 def icecache_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,

@@ -31,6 +31,7 @@ from .attention import (
     IceLayer,
     LayerStore,
     StoreFactory,
+    not_compiled,
     refuse_gradients,
 )
 from .config import IceConfig
@@ -113,6 +114,7 @@ class IceCache(Cache):
             raise TypeError(f"expected either config or options, got config and {sorted(options)}")
         if config is not None and not isinstance(config, IceConfig):
             raise TypeError(f"config must be an IceConfig, got {config!r}")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model)}")
         self.config = config if config is not None else IceConfig(**options)
@@ -176,6 +178,7 @@ class IceCache(Cache):
         finally:
             self._force_exact = before
 
+    @not_compiled
     def update(
         self,
         key_states: torch.Tensor,
@@ -238,11 +241,13 @@ class IceCache(Cache):
         elif thread != self._owner:
             raise RuntimeError(TAKEN_OVER)
 
+    @not_compiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens in the cache: what the last complete forward left, the same for every layer."""
         last = self.layers[self._last_index]
         return last.stored if isinstance(last, IceLayer) else int(last.get_seq_length())
 
+    @not_compiled
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that the next mask of a layer is about."""
         with self._lock:

@@ -3,6 +3,7 @@ KV heads, and together they answer as one process does, sparse steps included.""
 
 import subprocess
 import sys
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,7 @@ def test_two_ranks_answer_as_one_process(name: str, ranks: Any) -> None:
             assert [each["kv_bytes"] * RANKS for each in got] == [expected["kv_bytes"]] * RANKS
             # Every head selects what it selects in one process.
             layers = zip(*(each["selected"] for each in got), strict=True)
-            assert [sum(heads, []) for heads in layers] == expected["selected"]
+            assert [list(chain(*heads)) for heads in layers] == expected["selected"]
         else:
             assert [each["kv_bytes"] for each in got] == [expected["kv_bytes"]] * RANKS
             assert [each["selected"] for each in got] == [expected["selected"]] * RANKS

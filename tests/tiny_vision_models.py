@@ -93,7 +93,7 @@ def qwen2_5_vl() -> tuple[PreTrainedModel, dict[str, Any]]:
 
 
 def idefics3() -> tuple[PreTrainedModel, dict[str, Any]]:
-    """What SmolVLM is built on: several images for each prompt, their pixels shuffled into fewer."""
+    """What SmolVLM is built on: several images, whose parts are joined into fewer."""
     config = Idefics3Config(
         text_config=LlamaConfig(**SIZES),
         vision_config=_VISION,

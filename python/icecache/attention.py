@@ -46,9 +46,10 @@ def not_compiled(function: _F) -> _F:
     The cache is in host memory and in Rust: tracing it would compile every step anew.
     """
     why = "icecache attends outside of torch: compile without fullgraph=True"
-    takes_reason = "reason" in inspect.signature(torch.compiler.disable).parameters  # torch 2.7
-    called: _F = torch.compiler.disable(function, **({"reason": why} if takes_reason else {}))
-    return called
+    disable: Any = torch.compiler.disable
+    takes_reason = "reason" in inspect.signature(disable).parameters  # from torch 2.7
+    plain: _F = disable(function, reason=why) if takes_reason else disable(function)
+    return plain
 
 
 class LayerStore(Protocol):

@@ -415,7 +415,7 @@ def _plain_layers(owner: PreTrainedModel) -> tuple[list[Any], dict[int, str]]:
 
 
 def _tensor_parallel_rank(model: PreTrainedModel) -> int:
-    """The rank of this process among those that a `tp_plan` splits the model over; 0 without one."""
+    """The rank of this process among those that a `tp_plan` splits the model over, or 0."""
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
         return 0

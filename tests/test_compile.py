@@ -38,8 +38,10 @@ def steps(model: PreTrainedModel, parts: Any) -> tuple[list[torch.Tensor], list[
     return logits, graphs
 
 
-# transformers calls one function for all its models: it alone takes more than the 8 of torch.
-@dynamo.patch(recompile_limit=64, fail_on_recompile_limit_hit=True)
+# As README.md has it: transformers calls one function for all its models, which alone takes more than
+# the 8 of torch; and layers do not get a graph each.
+@dynamo.patch(recompile_limit=64, allow_unspec_int_on_nn_module=True)
+@dynamo.patch(fail_on_recompile_limit_hit=True)
 @pytest.mark.parametrize("name", ["llama", "qwen2_mixed", "gemma3"])
 def test_steps_compile_nothing_after_the_first_ones(name: str) -> None:
     parts = tokens(312).split([300] + [1] * 12, dim=1)
@@ -84,7 +86,5 @@ def test_inductor() -> None:
 
 def test_one_graph_for_all_is_refused_by_an_error_that_says_so() -> None:
     model = compiled(llama(), fullgraph=True)
-    with pytest.raises(
-        RuntimeError, match="attends outside of torch: compile without fullgraph=True"
-    ):
+    with pytest.raises(RuntimeError, match="outside of torch: compile without fullgraph=True"):
         forward(model, tokens(40), IceCache(model, **SPARSE))

@@ -38,8 +38,8 @@ def steps(model: PreTrainedModel, parts: Any) -> tuple[list[torch.Tensor], list[
     return logits, graphs
 
 
-# As README.md has it: transformers calls one function for all its models, which alone takes more than
-# the 8 of torch; and layers do not get a graph each.
+# As README.md has it: transformers calls one function for all its models, which alone takes more
+# graphs than the 8 of torch; and layers do not get a graph each.
 @dynamo.patch(recompile_limit=64, allow_unspec_int_on_nn_module=True)
 @dynamo.patch(fail_on_recompile_limit_hit=True)
 @pytest.mark.parametrize("name", ["llama", "qwen2_mixed", "gemma3"])

@@ -81,7 +81,7 @@ fn main() {
         head_dim: DIM,
     };
     let scale = (DIM as f32).sqrt().recip();
-    let mut layer = Layer::new(shape, scale, 0, options).expect("the shape is valid");
+    let mut layer = Layer::new(shape, scale, 0, 0, options).expect("the shape is valid");
     build(&mut layer, &keys, &values);
     let mut out = vec![0.0; GROUP * DIM];
     step(&mut layer, &queries, &mut out);

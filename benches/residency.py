@@ -51,7 +51,7 @@ def measure(k, v, q, scale: float, layer: int, device_tokens: int) -> np.ndarray
     """One layer: tokens wanted and missed, and selected, per KV head and step; bytes per step."""
     q, k, v = (x.half().numpy() for x in (q, k, v))
     config = IceConfig(device_tokens=device_tokens)
-    core = Layer(len(q), len(k), k.shape[2], scale, layer, config)
+    core = Layer(len(q), len(k), k.shape[2], scale, layer, 0, config)
     core.open_device()
     start = CONTEXT - STEPS
     core.prefill(k[:, :start], v[:, :start], "f16")

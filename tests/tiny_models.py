@@ -13,6 +13,8 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
@@ -26,7 +28,7 @@ SLIDING_WINDOW = 24
 FULL = "full_attention"
 SLIDING = "sliding_attention"
 
-_SIZES: dict[str, Any] = dict(
+SIZES: dict[str, Any] = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
     intermediate_size=96,
@@ -44,25 +46,30 @@ _SIZES: dict[str, Any] = dict(
 )
 
 
-def _make(model: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
+def make(model: Callable[[Any], PreTrainedModel], config: Any) -> PreTrainedModel:
     torch.manual_seed(0)
     return model(config).eval()
 
 
 def llama(**options: Any) -> PreTrainedModel:
-    return _make(LlamaForCausalLM, LlamaConfig(**{**_SIZES, **options}))
+    return make(LlamaForCausalLM, LlamaConfig(**{**SIZES, **options}))
 
 
 def qwen2(**options: Any) -> PreTrainedModel:
-    return _make(Qwen2ForCausalLM, Qwen2Config(**{**_SIZES, **options}))
+    return make(Qwen2ForCausalLM, Qwen2Config(**{**SIZES, **options}))
 
 
 def qwen3(**options: Any) -> PreTrainedModel:
-    return _make(Qwen3ForCausalLM, Qwen3Config(**{**_SIZES, **options}))
+    return make(Qwen3ForCausalLM, Qwen3Config(**{**SIZES, **options}))
 
 
 def mistral(**options: Any) -> PreTrainedModel:
-    return _make(MistralForCausalLM, MistralConfig(**{**_SIZES, "sliding_window": None, **options}))
+    return make(MistralForCausalLM, MistralConfig(**{**SIZES, "sliding_window": None, **options}))
+
+
+def phi3(**options: Any) -> PreTrainedModel:
+    """One projection for queries, keys and values."""
+    return make(Phi3ForCausalLM, Phi3Config(**{**SIZES, "sliding_window": None, **options}))
 
 
 def qwen2_mixed(**options: Any) -> PreTrainedModel:
@@ -75,7 +82,7 @@ def qwen2_mixed(**options: Any) -> PreTrainedModel:
     return qwen2(**{**mixed, **options})
 
 
-_GEMMA3: dict[str, Any] = dict(
+GEMMA3: dict[str, Any] = dict(
     sliding_window=SLIDING_WINDOW,
     layer_types=[SLIDING, FULL, SLIDING, FULL],
     query_pre_attn_scalar=24,
@@ -84,7 +91,7 @@ _GEMMA3: dict[str, Any] = dict(
 
 def gemma3(**options: Any) -> PreTrainedModel:
     """Sliding and full layers in turns, a softmax scale of its own, query and key norms."""
-    return _make(Gemma3ForCausalLM, Gemma3TextConfig(**{**_SIZES, **_GEMMA3, **options}))
+    return make(Gemma3ForCausalLM, Gemma3TextConfig(**{**SIZES, **GEMMA3, **options}))
 
 
 def gemma3_with_images() -> PreTrainedModel:
@@ -98,12 +105,12 @@ def gemma3_with_images() -> PreTrainedModel:
         patch_size=14,
     )
     config = Gemma3Config(
-        text_config=Gemma3TextConfig(**{**_SIZES, **_GEMMA3}),
+        text_config=Gemma3TextConfig(**{**SIZES, **GEMMA3}),
         vision_config=vision,
         mm_tokens_per_image=4,
         attn_implementation="sdpa",
     )
-    return _make(Gemma3ForConditionalGeneration, config)
+    return make(Gemma3ForConditionalGeneration, config)
 
 
 MODELS = {f.__name__: f for f in (llama, qwen2, qwen3, mistral, qwen2_mixed, gemma3)}

@@ -33,6 +33,7 @@ class Layer:
         head_dim: int,
         scale: float,
         layer_index: int,
+        first_kv_head: int,
         config: Any,
     ) -> Layer: ...
     def prefill(

@@ -9,11 +9,13 @@ Without a layer (another cache, or a layer that is not replaced) the function is
 
 from __future__ import annotations
 
+import inspect
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -37,6 +39,21 @@ TAKEN_OVER = (
     "give each sequence a cache of its own"
 )
 """What a forward is told whose cache another thread has used meanwhile."""
+
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def not_compiled(function: _F) -> _F:
+    """Makes `torch.compile` call a function as it is, between what it compiles.
+
+    The cache is in host memory and in Rust: tracing it would compile every step anew.
+    """
+    why = "icecache attends outside of torch: compile without fullgraph=True"
+    disable: Any = torch.compiler.disable
+    takes_reason = "reason" in inspect.signature(disable).parameters  # from torch 2.7
+    plain: _F = disable(function, reason=why) if takes_reason else disable(function)
+    return plain
 
 
 @dataclass(frozen=True, slots=True)
@@ -400,6 +417,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+@not_compiled
 def icecache_attention_forward(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -436,8 +454,10 @@ def icecache_attention_forward(
 
     if (window := kwargs.get("sliding_window")) is not None:
         raise ValueError(f"expected full attention on a replaced layer, got a window of {window}")
-    if not _is_causal(module, kwargs):
-        raise ValueError("expected causal attention on a replaced layer, got is_causal=False")
+    if attention_mask is None and query.shape[2] > 1 and not _is_causal(module, kwargs):
+        raise ValueError(
+            "expected causal attention or a mask on a replaced layer, got is_causal=False"
+        )
     if dropout > 0:
         raise ValueError(f"expected no dropout, got {dropout}: call model.eval() first")
     if not query.shape[3] == key.shape[3] == value.shape[3]:
@@ -445,6 +465,12 @@ def icecache_attention_forward(
         raise ValueError(f"expected one dimension of queries, keys and values, got {dims}")
     if query.shape[2] != key.shape[2]:
         raise ValueError(f"expected {key.shape[2]} queries, one per new token: {query.shape[2]}")
+    groups = getattr(module, "num_key_value_groups", None)
+    if groups is not None and query.shape[1] != groups * key.shape[1]:
+        raise ValueError(
+            f"expected {groups} query heads per KV head, got {query.shape[1]} and {key.shape[1]}: "
+            "a tp_plan must split both or neither"
+        )
     refuse_gradients(query)
     return layer.attend(query, key, value, scaling, attention_mask), None
 

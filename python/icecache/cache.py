@@ -26,7 +26,13 @@ import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import CacheLayerMixin, DynamicLayer, DynamicSlidingWindowLayer
 
-from .attention import ATTENTION_NAME, TAKEN_OVER, IceLayer, refuse_gradients
+from .attention import (
+    ATTENTION_NAME,
+    TAKEN_OVER,
+    IceLayer,
+    not_compiled,
+    refuse_gradients,
+)
 from .config import IceConfig
 from .device import CudaDevice, Device
 from .device_layer import DeviceLayerCache
@@ -120,6 +126,7 @@ class IceCache(Cache):
             raise TypeError(f"expected either config or options, got config and {sorted(options)}")
         if config is not None and not isinstance(config, IceConfig):
             raise TypeError(f"config must be an IceConfig, got {config!r}")
+        model = getattr(model, "_orig_mod", model)  # of torch.compile(model)
         if not isinstance(model, PreTrainedModel):
             raise TypeError(f"model must be a transformers PreTrainedModel, got {type(model)}")
         self.config = config if config is not None else IceConfig(**options)
@@ -127,7 +134,11 @@ class IceCache(Cache):
         self._text_config: PreTrainedConfig = owner.config
         layers, kinds = _plain_layers(owner)
         self._lock = threading.RLock()
-        factory = layer_factory or Stores(self.config)
+        factory = layer_factory or Stores(
+            self.config,
+            tp_rank=_tensor_parallel_rank(model),
+            model_q_heads=getattr(owner.config, "num_attention_heads", 0),
+        )
         replaced: list[IceLayer] = []
         for index, kind in kinds.items():
             if kind == _FULL and index >= self.config.dense_layers:
@@ -181,6 +192,7 @@ class IceCache(Cache):
         finally:
             self._force_exact = before
 
+    @not_compiled
     def update(
         self,
         key_states: torch.Tensor,
@@ -245,11 +257,13 @@ class IceCache(Cache):
         elif self._undone or thread != self._thread:
             raise RuntimeError(TAKEN_OVER)
 
+    @not_compiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in the cache: what the last complete forward left, the same for every layer."""
         last = self.layers[self._last_index]
         return last.stored if isinstance(last, IceLayer) else int(last.get_seq_length())
 
+    @not_compiled
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         """Length and offset of the keys that the next mask of a layer is about."""
         with self._lock:
@@ -514,17 +528,32 @@ def _plain_layers(owner: PreTrainedModel) -> tuple[list[Any], dict[int, str]]:
     return layers, kinds
 
 
+def _tensor_parallel_rank(model: PreTrainedModel) -> int:
+    """The rank of this process among those that a `tp_plan` splits the model over, or 0."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return 0
+    return int((mesh if mesh.ndim == 1 else mesh["tp"]).get_local_rank())
+
+
 class Stores:
     """Makes the store of each layer where its queries are: on the CPU, or on a device, whose layers
     share one `Transfer`. The layers of all devices share one `Pipeline`.
 
     open_device: makes the `Device` of a `torch.device` other than the CPU.
+    tp_rank: of this process among those that share the `model_q_heads` query heads of every layer.
     """
 
     def __init__(
-        self, config: IceConfig, open_device: Callable[[torch.device], Device] = CudaDevice
+        self,
+        config: IceConfig,
+        open_device: Callable[[torch.device], Device] = CudaDevice,
+        *,
+        tp_rank: int = 0,
+        model_q_heads: int = 0,
     ) -> None:
         self._config, self._open_device = config, open_device
+        self._tp_rank, self._model_q_heads = tp_rank, model_q_heads
         self._pipeline: Pipeline | None = None
         self._transfers: dict[torch.device, Transfer] = {}
         self._lock = threading.Lock()  # forks share their stores' maker
@@ -540,8 +569,11 @@ class Stores:
         device: torch.device,
     ) -> LayerStore:
         shape = (num_q_heads, num_kv_heads, head_dim, self._config, scale)
+        # A plan may also leave all heads of a layer to every process.
+        is_split = num_q_heads < self._model_q_heads
+        first = self._tp_rank * num_kv_heads if is_split else 0
         if device.type == "cpu":
-            return LayerCache(*shape, layer_index=layer_index)
+            return LayerCache(*shape, layer_index=layer_index, first_kv_head=first)
         with self._lock:
             if self._pipeline is None:
                 self._pipeline = Pipeline()
@@ -549,5 +581,9 @@ class Stores:
                 self._transfers[device] = Transfer(self._open_device(device))
             transfer, pipeline = self._transfers[device], self._pipeline
         return DeviceLayerCache(
-            *shape, layer_index=layer_index, transfer=transfer, pipeline=pipeline
+            *shape,
+            layer_index=layer_index,
+            first_kv_head=first,
+            transfer=transfer,
+            pipeline=pipeline,
         )

@@ -50,7 +50,8 @@ class DeviceLayerCache(LayerCache):
     buffers of the `Transfer`, however long the sequence.
 
     Args:
-        num_q_heads, num_kv_heads, head_dim, config, scale, layer_index: as for `LayerCache`.
+        num_q_heads, num_kv_heads, head_dim, config, scale, layer_index,
+            first_kv_head: as for `LayerCache`.
         device: a `torch.device`, its name, or a `Device`; None: that of `transfer`.
         transfer: shared by the layers on this device; None: one of its own.
         pipeline: shared by all layers of a cache; None: one of its own.
@@ -67,12 +68,19 @@ class DeviceLayerCache(LayerCache):
         scale: float | None = None,
         *,
         layer_index: int = 0,
+        first_kv_head: int = 0,
         device: Any = None,
         transfer: Transfer | None = None,
         pipeline: Pipeline | None = None,
     ) -> None:
         super().__init__(
-            num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index
+            num_q_heads,
+            num_kv_heads,
+            head_dim,
+            config,
+            scale,
+            layer_index=layer_index,
+            first_kv_head=first_kv_head,
         )
         if device is None and transfer is None:
             raise TypeError("expected a device, or the transfer of one")

@@ -41,6 +41,8 @@ class LayerCache:
         config: options; see PARAMETERS.md.
         scale: factor of the logits; None means `head_dim ** -0.5`.
         layer_index: makes the random promotion of one layer differ from that of the next.
+        first_kv_head: the number in the model of KV head 0 here, where other processes hold other
+            heads of the layer: makes the random promotion of theirs differ.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class LayerCache:
         scale: float | None = None,
         *,
         layer_index: int = 0,
+        first_kv_head: int = 0,
     ) -> None:
         self.num_q_heads = require_int("num_q_heads", num_q_heads, 1)
         self.num_kv_heads = require_int("num_kv_heads", num_kv_heads, 1)
@@ -66,6 +69,7 @@ class LayerCache:
             self.head_dim,
             self.scale,
             require_int("layer_index", layer_index, 0),
+            require_int("first_kv_head", first_kv_head, 0),
             self.config,
         )
         self._tensors = False

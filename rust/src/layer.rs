@@ -78,8 +78,15 @@ thread_local! {
 }
 
 impl Layer {
-    /// `scale` multiplies the queries; `layer_index` makes the trees of layers differ.
-    pub fn new(shape: Shape, scale: f32, layer_index: usize, options: Options) -> Result<Self> {
+    /// `scale` multiplies the queries. `layer_index` and the number of the head in the model, which
+    /// is `first_kv_head` for head 0, make the trees of heads differ.
+    pub fn new(
+        shape: Shape,
+        scale: f32,
+        layer_index: usize,
+        first_kv_head: usize,
+        options: Options,
+    ) -> Result<Self> {
         options.validate()?;
         let dims = [
             ("num_q_heads", shape.q_heads),
@@ -101,7 +108,7 @@ impl Layer {
         Ok(Self {
             shape,
             scale,
-            stream: (layer_index as u64) << 32,
+            stream: (layer_index as u64) << 32 | first_kv_head as u64,
             options,
             dtype: None,
             heads: Vec::new(),
@@ -453,7 +460,7 @@ impl Layer {
     fn start(&mut self, dtype: Dtype) {
         if self.dtype.is_none() {
             let dim = self.shape.head_dim;
-            let stream = |h: usize| self.stream | h as u64;
+            let stream = |h: usize| self.stream + h as u64;
             let heads = (0..self.shape.kv_heads).map(|h| Head::new(dtype, dim, dim, stream(h)));
             self.heads = heads.collect();
             if self.device.is_some() {
@@ -730,7 +737,7 @@ mod tests {
                     num_threads: 2,
                     ..Options::default()
                 };
-                let mut layer = Layer::new(shape, 1.0, 0, options).unwrap();
+                let mut layer = Layer::new(shape, 1.0, 0, 0, options).unwrap();
                 if start > 0 {
                     let first = heads(&rows, 0, start);
                     layer.prefill(&first, &first, None, &never).unwrap();
@@ -786,7 +793,7 @@ mod tests {
             device_tokens: Some(40 * 64),
             ..Options::default()
         };
-        let mut layer = Layer::new(shape, 1.0, 0, options).unwrap();
+        let mut layer = Layer::new(shape, 1.0, 0, 0, options).unwrap();
         layer.open_device().unwrap();
         let first = heads(&rows, 0, 6000);
         layer.prefill(&first, &first, None, &never).unwrap();

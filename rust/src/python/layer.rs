@@ -35,6 +35,7 @@ impl PyLayer {
         head_dim: usize,
         scale: f32,
         layer_index: usize,
+        first_kv_head: usize,
         config: Any<'_, '_>,
     ) -> PyResult<Self> {
         let shape = Shape {
@@ -42,7 +43,7 @@ impl PyLayer {
             kv_heads: num_kv_heads,
             head_dim,
         };
-        let layer = Layer::new(shape, scale, layer_index, options(config)?)?;
+        let layer = Layer::new(shape, scale, layer_index, first_kv_head, options(config)?)?;
         Ok(Self(Mutex::new(layer)))
     }
 

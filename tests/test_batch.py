@@ -754,6 +754,32 @@ def test_a_mask_is_read_once_a_forward_even_if_it_is_written_to() -> None:
         forward(model, tokens(1), cache, attention_mask=mask)
 
 
+def test_a_store_may_come_filled_for_one_row() -> None:
+    model, ids = llama(), tokens(60)
+    filled = DynamicCache()
+    expected = forward(llama(), ids, filled)
+
+    def make(*, layer_index: int, **shape: Any) -> Any:
+        store = Stores(IceConfig(**WHOLE))(layer_index=layer_index, **shape)
+        store.prefill(
+            *(
+                x[0, :, :50]
+                for x in (filled.layers[layer_index].keys, filled.layers[layer_index].values)
+            )
+        )
+        return store
+
+    cache = IceCache(model, layer_factory=make)
+    for i in range(50, 60):
+        got = forward(model, ids[:, i : i + 1], cache, position_ids=torch.tensor([[i]]))
+        close(got, expected[:, i : i + 1])
+        assert cache.get_seq_length() == i + 1
+    assert cache.stats().layers[2].steps == 10
+    cache = IceCache(model, layer_factory=make)
+    with pytest.raises(ValueError, match="empty stores for 2 rows, got one of 50 tokens"):
+        forward(model, tokens(2).reshape(2, 1), cache)
+
+
 # --- Stats
 
 

@@ -191,9 +191,9 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if self._waiting is None or not self.waits_for(key, value):
                 raise RuntimeError(TAKEN_OVER)
             exact, self._waiting = self._waiting.exact, None
+            self._open_rows(query, key, scale)
             before = self._columns
             seen = self._read(mask, *query.shape[::2])
-            self._open_rows(query.shape[0], scale)
             for row, says in zip(self.rows, seen, strict=True):
                 row.hide(cut(says.padding, before), before)
             try:
@@ -240,13 +240,23 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                 )
         return seen
 
-    def _open_rows(self, batch: int, scale: float | None) -> None:
-        if self._columns == 0:
+    def _open_rows(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> None:
+        if self._columns:
             if scale != self._scale:
-                self.rows, self._scale = [], scale
-            self.rows = self.rows[:batch] + [Row() for _ in range(batch - len(self.rows))]
-        elif scale != self._scale:
-            raise ValueError(f"expected the layer's softmax scale {self._scale}, got {scale}")
+                raise ValueError(f"expected the layer's softmax scale {self._scale}, got {scale}")
+            return
+        batch = query.shape[0]
+        if scale != self._scale:
+            self.rows, self._scale = [], scale
+        self.rows = self.rows[:batch] + [Row() for _ in range(batch - len(self.rows))]
+        if (first := self.rows[0]).store is None:
+            # A factory may have filled it.
+            store = self._open_store(query[0], key[0])
+            if store.seq_len and batch > 1:
+                raise ValueError(
+                    f"expected empty stores for {batch} rows, got one of {store.seq_len} tokens"
+                )
+            first.store, self._columns = store, store.seq_len
 
     def _new_tokens(
         self,

@@ -41,7 +41,7 @@ PYTHON = """
     kernels.py device.py transfer.py pipeline.py
     sdpa.py
     layer.py device_layer.py tree.py
-    attention.py cache.py
+    masks.py rows.py attention.py cache.py
     policies/
     eval/
     bench/__init__.py

@@ -15,17 +15,7 @@ from transformers import DynamicCache
 
 from icecache import IceCache, attach
 
-# TODO: drop once exact prefill takes any mask.
-unusual = pytest.mark.xfail(strict=True, raises=ValueError, reason="only causal masks for now")
-every_model = pytest.mark.parametrize(
-    "name",
-    [
-        "llava",
-        "qwen2_5_vl",
-        "idefics3",
-        *(pytest.param(n, marks=unusual) for n in ("gemma3_vision", "paligemma")),
-    ],
-)
+every_model = pytest.mark.parametrize("name", MODELS)
 
 
 def made(name: str) -> tuple[Any, dict[str, Any]]:

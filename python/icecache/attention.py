@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,12 +23,16 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from .stats import LayerStats
+from .layer import LayerCache
+from .masks import RowMask, Runs, count, cut, outside, read_mask
+from .rows import LayerStore, Row, StoreFactory, repeated, row_indices, select
+from .sdpa import attend_masked
 
 ATTENTION_NAME = "icecache"
 """The name under which transformers knows the attention function."""
 
 _KEYWORD = "icecache_layer"
+_ALL = slice(None)
 
 TAKEN_OVER = (
     "expected one forward at a time on this cache, got one of another thread in between: "
@@ -52,56 +56,41 @@ def not_compiled(function: _F) -> _F:
     return plain
 
 
-class LayerStore(Protocol):
-    """What a replaced layer needs of the object that stores and attends; `LayerCache` is one.
-
-    k, v: `[kv_heads, t, head_dim]`; q and outputs: `[q_heads, t, head_dim]`. With `reuse_layers`
-    above 1, `decode` must also take `like`, the store of another layer, as that of `LayerCache`.
-    """
-
-    @property
-    def seq_len(self) -> int: ...
-
-    def prefill(self, k: Any, v: Any, q: Any = None) -> Any: ...
-
-    def decode(self, q: Any, k: Any, v: Any) -> Any: ...
-
-    def crop(self, n: int) -> None: ...
-
-    def reset(self) -> None: ...
-
-    def stats(self) -> LayerStats: ...
-
-
-class StoreFactory(Protocol):
-    """Makes the store of one layer, when its first query shows the shapes.
-
-    device: where the queries are, and what is attended.
-    """
-
-    def __call__(
-        self,
-        *,
-        num_q_heads: int,
-        num_kv_heads: int,
-        head_dim: int,
-        scale: float | None,
-        layer_index: int,
-        device: torch.device,
-    ) -> LayerStore: ...
-
-
 @dataclass(frozen=True, slots=True)
 class _Waiting:
-    """New rows whose query has not been seen: `[1, kv_heads, t, head_dim]`."""
+    """New columns whose query has not been seen: `[rows, kv_heads, t, head_dim]`."""
 
     keys: torch.Tensor
     values: torch.Tensor
     exact: bool
 
 
+@dataclass(frozen=True, slots=True)
+class _New:
+    """The new tokens of one row, without padding."""
+
+    columns: slice | torch.Tensor
+    """Where they are among the new columns, as an index."""
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    mask: torch.Tensor | None
+    """`[1 or q_heads, t, tokens]`, where it is not the causal one."""
+
+    def equals(self, other: _New) -> bool:
+        if (self.mask is None) != (other.mask is None):
+            return False
+        pairs = [(self.k, other.k), (self.v, other.v), (self.q, other.q)]
+        if self.mask is not None and other.mask is not None:
+            pairs.append((self.mask, other.mask))
+        return all(torch.equal(a, b) for a, b in pairs)
+
+
 class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
-    """One full-attention layer of one sequence, in host memory."""
+    """One full-attention layer of a batch of sequences, in host memory.
+
+    Lengths and positions are in columns, which count tokens and padding alike; see `masks`.
+    """
 
     is_compileable = False
     is_sliding = False
@@ -116,18 +105,24 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
     ) -> None:
         """`anchor`: the layer whose selected tokens this one takes, instead of searching."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.store: LayerStore | None = None
         self.index = layer_index
+        self.rows: list[Row] = []
+        self._columns = 0
         self._factory = factory
         self._lock = lock  # the cache's
-        self._anchor = anchor
+        self.anchor = anchor
         self._scale: float | None = None
         self._waiting: _Waiting | None = None
 
     @property
+    def store(self) -> LayerStore | None:
+        """The store of the first row."""
+        return self.rows[0].store if self.rows else None
+
+    @property
     def stored(self) -> int:
-        """Tokens stored, without those that wait for their query."""
-        return 0 if self.store is None else self.store.seq_len
+        """Columns stored, without those that wait for their query."""
+        return min((row.held(self._columns) for row in self.rows), default=0)
 
     @property
     def is_waiting(self) -> bool:
@@ -135,8 +130,16 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return self._waiting is not None
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocates nothing: the store is made when the first query is seen."""
+        """Allocates nothing: the stores are made when the first query is seen."""
         self.is_initialized = True
+
+    def require_batch(self, batch: int) -> None:
+        """Raises `ValueError` unless the batch has as many rows as are stored, if any are."""
+        if self._columns and batch != len(self.rows):
+            raise ValueError(
+                f"expected a batch of {len(self.rows)}, as many rows as the cache holds, got "
+                f"{batch}: reset() it, or call batch_repeat_interleave or batch_select_indices"
+            )
 
     def update(
         self,
@@ -147,11 +150,12 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Remembers the new rows until their query comes, and returns just them.
+        """Remembers the new columns until their query comes, and returns just them.
 
-        key_states, value_states: `[1, kv_heads, t, head_dim]`. `kwargs` are those that the model
+        key_states, value_states: `[rows, kv_heads, t, head_dim]`. `kwargs` are those that the model
         is about to call the attention function with; it shows them from transformers 5.24.
         """
+        self.require_batch(key_states.shape[0])
         self.lazy_initialization(key_states, value_states)
         self._waiting = _Waiting(key_states, value_states, exact)
         if kwargs is None:
@@ -166,72 +170,199 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         return waiting is not None and key is waiting.keys and value is waiting.values
 
     def attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float | None
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        scale: float | None,
+        mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Stores the waiting rows and attends: exactly if told so or if nothing was stored.
+        """Stores the waiting columns and attends, a row exactly if told so or if it was empty.
 
-        query and output: `[1, q_heads, t, head_dim]`; key, value: what `update` returned. If it
-        fails, nothing is stored.
+        query: `[rows, q_heads, t, head_dim]`; key, value: what `update` returned; mask: as
+        `read_mask` takes it, None hides nothing. Returns `[rows, t, q_heads, head_dim]`, 0 where
+        there is padding. If it fails, nothing is stored.
+
+        The last tokens of a row that gets new ones may be hidden later: they are dropped. Raises
+        `ValueError` for a mask that hides other tokens, or shows padding, and for one that is not
+        causal where a row is to attend sparsely.
         """
         with self._lock:
             if self._waiting is None or not self.waits_for(key, value):
                 raise RuntimeError(TAKEN_OVER)
             exact, self._waiting = self._waiting.exact, None
-            q, k, v = query[0], key[0], value[0]
-            store, before = self._open_store(q, k, scale), self.stored
+            before = self._columns
+            seen = self._read(mask, *query.shape[::2])
+            self._open_rows(query.shape[0], scale)
+            for row, says in zip(self.rows, seen, strict=True):
+                row.hide(cut(says.padding, before), before)
             try:
-                dense = exact or before == 0
-                like: dict[str, Any] = {} if self._anchor is None else {"like": self._anchor.store}
-                output = store.prefill(k, v, q) if dense else store.decode(q, k, v, **like)
+                new = [
+                    self._new_tokens(i, seen[i], query, key, value, mask)
+                    for i in range(len(self.rows))
+                ]
+                outputs = self._attend_exactly(new, exact)
+                outputs |= self._attend_sparsely(
+                    {i: row for i, row in enumerate(new) if i not in outputs and row.k.shape[1]}
+                )
+                attended = _joined(outputs, new, query)
+                for row, says in zip(self.rows, seen, strict=True):
+                    row.padding = says.padding
+                self._columns = before + query.shape[2]
             except BaseException:
                 self.keep(before)
                 raise
-        attended: torch.Tensor = output.unsqueeze(0)
         return attended
 
-    def _open_store(self, q: torch.Tensor, k: torch.Tensor, scale: float | None) -> LayerStore:
-        if self.store is None:
-            self.store = self._factory(
-                num_q_heads=q.shape[0],
-                num_kv_heads=k.shape[0],
-                head_dim=k.shape[2],
-                scale=scale,
-                layer_index=self.index,
-                device=q.device,
-            )
-            self._scale = scale
+    def _read(self, mask: torch.Tensor | None, batch: int, t: int) -> list[RowMask]:
+        """What the mask says, by row; `ValueError` where it contradicts what it said before."""
+        before = self._columns
+        if mask is None:
+            seen = [RowMask((), True)] * batch
+        else:
+            seen = _read_once(self, mask, batch, t, before + t)
+        for i, (row, says) in enumerate(zip(self.rows if before else [], seen, strict=False)):
+            hidden = cut(says.padding, before)
+            if hidden == row.padding:
+                continue
+            if mask is None:
+                raise ValueError(
+                    f"expected a mask that hides the padding of row {i}, columns "
+                    f"{_listed(row.padding)}, got none: pass the attention_mask of everything in "
+                    "the cache with every forward"
+                )
+            has_new = count(says.padding, before + t) - count(hidden, before) < t
+            if not (has_new and row.begins_with(hidden, before)):
+                raise ValueError(
+                    f"expected a mask that hides of row {i} what was padding before, columns "
+                    f"{_listed(row.padding)}, and at most the row's last tokens besides, got one "
+                    f"that hides {_listed(hidden)}: a cache serves one generate at a time"
+                )
+        return seen
+
+    def _open_rows(self, batch: int, scale: float | None) -> None:
+        if self._columns == 0:
+            if scale != self._scale:
+                self.rows, self._scale = [], scale
+            self.rows = self.rows[:batch] + [Row() for _ in range(batch - len(self.rows))]
         elif scale != self._scale:
             raise ValueError(f"expected the layer's softmax scale {self._scale}, got {scale}")
-        return self.store
 
-    def keep(self, length: int) -> None:
-        """Forgets the rows that wait, and all but the first `length` tokens."""
-        self._waiting = None
-        if self.store is not None and length < self.store.seq_len:
-            if length == 0:
-                self.store.reset()
-            else:
-                self.store.crop(length)
+    def _new_tokens(
+        self,
+        i: int,
+        says: RowMask,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> _New:
+        before, n = self._columns, self._columns + query.shape[2]
+        q, k, v = query[i], key[i], value[i]
+        columns: slice | torch.Tensor = _ALL
+        if count(says.padding, n) > count(says.padding, before):
+            columns = _index(outside(says.padding, before, n), before, query.device)
+            q, k, v = q[:, columns], k[:, columns], v[:, columns]
+        if says.causal or mask is None:
+            return _New(columns, q, k, v, None)
+        tokens = _index(outside(says.padding, 0, n), 0, query.device)
+        return _New(columns, q, k, v, mask[i % len(mask)][:, columns][:, :, tokens])
 
-    def restore(self, length: int) -> None:
-        """Keeps the first `length` tokens, and forgets that others could not be stored."""
+    def _attend_exactly(self, new: list[_New], exact: bool) -> dict[int, torch.Tensor]:
+        """Outputs `[q_heads, tokens, head_dim]` of the rows with new tokens that attend exactly."""
+        outputs: dict[int, torch.Tensor] = {}
+        empty = [row.tokens == 0 for row in self.rows]
+        for i, (row, tokens) in enumerate(zip(self.rows, new, strict=True)):
+            if tokens.k.shape[1] == 0:
+                continue
+            if not (exact or empty[i]):
+                if tokens.mask is not None:
+                    raise ValueError(
+                        "expected a causal attention mask in a sparse forward, got one that hides "
+                        f"tokens from some positions of row {i}, or adds a bias: with "
+                        "cache.exact() it can be used"
+                    )
+                continue
+            # What was generated from one prompt, several sequences or beams, starts from one index.
+            if i and empty[i] and empty[i - 1] and tokens.equals(new[i - 1]):
+                row.store, outputs[i] = self.rows[i - 1].fork().store, outputs[i - 1]
+                continue
+            if row.store is None:
+                row.store = self._open_store(tokens.q, tokens.k)
+            outputs[i] = self._prefill(row.store, tokens)
+        return outputs
+
+    def _prefill(self, store: LayerStore, new: _New) -> torch.Tensor:
+        if new.mask is None:
+            output: torch.Tensor = store.prefill(new.k, new.v, new.q)
+            return output
+        past = store.gather() if store.seq_len else None
+        output = attend_masked(new.q, new.k, new.v, past, self._scale, new.mask)
+        store.prefill(new.k, new.v)
+        return output
+
+    def _attend_sparsely(self, new: dict[int, _New]) -> dict[int, torch.Tensor]:
+        """Outputs `[q_heads, tokens, head_dim]` of these rows, which have tokens."""
+        rows = list(new.values())
+        stores: list[Any] = [self.rows[i].store for i in new]
+        like: list[Any] = [] if self.anchor is None else [self.anchor.rows[i].store for i in new]
+        alike = len({row.k.shape[1] for row in rows}) == 1 < len(rows)
+        if alike and all(type(store) is LayerCache for store in stores):
+            q, k, v = (torch.stack([getattr(row, x) for row in rows]) for x in "qkv")
+            outputs = LayerCache.decode_batch(stores, q, k, v, like or None)
+        else:
+            follow: list[Any] = [{"like": other} for other in like] or [{}] * len(rows)
+            outputs = [
+                store.decode(row.q, row.k, row.v, **other)
+                for store, row, other in zip(stores, rows, follow, strict=True)
+            ]
+        return dict(zip(new, outputs, strict=True))
+
+    def _open_store(self, q: torch.Tensor, k: torch.Tensor) -> LayerStore:
+        return self._factory(
+            num_q_heads=q.shape[0],
+            num_kv_heads=k.shape[0],
+            head_dim=k.shape[2],
+            scale=self._scale,
+            layer_index=self.index,
+            device=q.device,
+        )
+
+    def keep(self, columns: int) -> None:
+        """Forgets the columns that wait, and all but the first `columns`."""
         self._waiting = None
-        if self.store is not None:
-            self.store.crop(length) if length else self.store.reset()
+        self._columns = min(self._columns, columns)
+        for row in self.rows:
+            row.keep(self._columns)
+
+    def restore(self, columns: int) -> None:
+        """Keeps the first `columns` columns, and forgets that others could not be stored."""
+        self._waiting = None
+        self._columns = columns
+        for row in self.rows:
+            row.keep(columns, always=True)
 
     def crop(self, tokens: int) -> None:
-        """Removes `-tokens` tokens if negative, nothing if 0; keeps the first `tokens` if not."""
+        """Removes `-tokens` columns if negative, nothing if 0; keeps the first `tokens` if not."""
         tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
         if tokens != 0:
             self.keep(tokens if tokens > 0 else max(0, self.get_seq_length() + tokens))
 
     def reset(self) -> None:
-        """Forgets everything."""
+        """Forgets everything, the number of rows too."""
         self.restore(0)
         self.is_initialized = False
 
+    def fork(self, lock: AbstractContextManager[Any], anchor: IceLayer | None) -> IceLayer:
+        """An independent layer with the same columns, for another cache."""
+        twin = IceLayer(self.index, self._factory, lock, anchor)
+        twin.rows = [row.fork() for row in self.rows]
+        twin._columns, twin._scale = self._columns, self._scale
+        twin.is_initialized = self.is_initialized
+        return twin
+
     def get_seq_length(self) -> int:
-        """Tokens stored, those that wait for their query included."""
+        """Columns stored, those that wait for their query included."""
         return self.stored + (0 if self._waiting is None else self._waiting.keys.shape[2])
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -253,26 +384,34 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Nothing to do: what a step needs is known only when its query is seen."""
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
-        """Accepts the one order of one sequence; anything else is a `ValueError`."""
+        """Row `i` becomes what row `beam_idx[i]` was, or a fork of it where that is used twice."""
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Accepts the one row, as an index or a mask; anything else is a `ValueError`."""
-        row = [True] if indices.dtype == torch.bool else [0]
-        if indices.tolist() != row:
-            raise ValueError(f"icecache holds one sequence: expected {row}, got {indices.tolist()}")
+        """Keeps the rows at `indices`, in that order, or those that a bool mask names."""
+        if self._columns:
+            self.rows = select(self.rows, row_indices(indices, len(self.rows)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        """Accepts 1; anything else is a `ValueError`."""
-        if repeats != 1:
-            raise ValueError(f"icecache holds one sequence: expected 1 repeat, got {repeats}")
+        """Repeats each row `repeats` times, as forks."""
+        if self._columns:
+            self.rows = select(self.rows, repeated(len(self.rows), repeats))
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """A mask that a layer has read, and what it says."""
+
+    mask: weakref.ref[torch.Tensor]
+    layer: weakref.ref[IceLayer]
+    says: list[RowMask]
 
 
 class _Thread(threading.local):
     """What one thread carries from `update` to attention, and from one layer to the next."""
 
     layer: IceLayer | None = None
-    causal_mask: weakref.ref[torch.Tensor] | None = None
+    read: _Read | None = None
 
 
 _thread = _Thread()
@@ -296,7 +435,7 @@ def icecache_attention_forward(
 
     Raises `ValueError` for softcap, attention sinks (`s_aux`), a position bias, and
     `output_attentions`; and on a replaced layer for a sliding window, dropout, gradients, unequal
-    key and value dimensions, and any mask other than the causal one.
+    key and value dimensions, and masks that `IceLayer.attend` refuses.
     """
     layer = _take_over(key, value, kwargs)
     for name in ("softcap", "s_aux", "position_bias"):
@@ -315,8 +454,10 @@ def icecache_attention_forward(
 
     if (window := kwargs.get("sliding_window")) is not None:
         raise ValueError(f"expected full attention on a replaced layer, got a window of {window}")
-    if not _is_causal(module, kwargs):
-        raise ValueError("expected causal attention on a replaced layer, got is_causal=False")
+    if attention_mask is None and query.shape[2] > 1 and not _is_causal(module, kwargs):
+        raise ValueError(
+            "expected causal attention or a mask on a replaced layer, got is_causal=False"
+        )
     if dropout > 0:
         raise ValueError(f"expected no dropout, got {dropout}: call model.eval() first")
     if not query.shape[3] == key.shape[3] == value.shape[3]:
@@ -331,9 +472,7 @@ def icecache_attention_forward(
             "a tp_plan must split both or neither"
         )
     refuse_gradients(query)
-    if attention_mask is not None:
-        _require_causal(attention_mask, query, layer.get_seq_length())
-    return layer.attend(query, key, value, scaling).transpose(1, 2).contiguous(), None
+    return layer.attend(query, key, value, scaling, attention_mask), None
 
 
 def refuse_gradients(*tensors: torch.Tensor) -> None:
@@ -373,33 +512,38 @@ def _causal(query: torch.Tensor, n: int, window: int | None = None) -> torch.Ten
     return mask if window is None else mask.triu(n - t - window + 1)
 
 
-def _require_causal(mask: torch.Tensor, query: torch.Tensor, n: int) -> None:
-    """Raises `ValueError` unless the mask says what a layer does anyway: causal, nothing hidden.
+def _read_once(layer: IceLayer, mask: torch.Tensor, batch: int, t: int, n: int) -> list[RowMask]:
+    """`read_mask`, once for the layers of a forward, which share their mask. The layer that read it
+    meets it again only in another forward, where it may have been written to."""
+    read = _thread.read
+    if read is None or read.mask() is not mask or read.layer() in (layer, None):
+        says = read_mask(mask, batch, t, n)
+        _thread.read = read = _Read(weakref.ref(mask), weakref.ref(layer), says)
+    return read.says
 
-    mask: bool (True attends) or additive, `[1, 1 or heads, t, n]`.
-    """
-    t = query.shape[2]
-    if mask.ndim != 4 or mask.shape[0] != 1 or tuple(mask.shape[2:]) != (t, n):
-        raise ValueError(
-            f"expected an attention mask [1, heads, {t}, {n}] over everything in the cache, "
-            f"got {list(mask.shape)}"
-        )
-    # The layers of one forward share their mask: compare it once.
-    if _thread.causal_mask is not None and _thread.causal_mask() is mask:
-        return
-    causal = _causal(query, n)
-    if mask.dtype == torch.bool:
-        plain = bool((mask == causal).all())
-    else:
-        hidden = mask <= torch.finfo(mask.dtype).min / 2
-        plain = bool((torch.where(causal, mask == 0, hidden)).all())
-    if not plain:
-        raise ValueError(
-            "expected a causal attention mask that hides no token, got one that hides some or "
-            "adds a bias: icecache does not support padding; pass one sequence without padding, "
-            "and use a cache in one generate at a time"
-        )
-    _thread.causal_mask = weakref.ref(mask)
+
+def _index(runs: Runs, first: int, device: torch.device) -> slice | torch.Tensor:
+    """The columns of these runs as an index from `first` on: a slice, which copies nothing, if they
+    are one run."""
+    if len(runs) < 2:
+        start, stop = runs[0] if runs else (first, first)
+        return slice(start - first, stop - first)
+    return torch.cat([torch.arange(a - first, b - first, device=device) for a, b in runs])
+
+
+def _joined(outputs: dict[int, torch.Tensor], new: list[_New], query: torch.Tensor) -> torch.Tensor:
+    """The outputs of all rows `[rows, t, q_heads, head_dim]`; 0 where there is padding."""
+    if len(new) == 1 and new[0].columns is _ALL:
+        return outputs[0].transpose(0, 1).contiguous()[None]
+    rows, q_heads, t, dim = query.shape
+    joined = query.new_zeros(rows, t, q_heads, dim)
+    for i, output in outputs.items():
+        joined[i, new[i].columns] = output.transpose(0, 1)
+    return joined
+
+
+def _listed(runs: Runs) -> str:
+    return ", ".join(f"{a} to {b - 1}" for a, b in runs) or "none"
 
 
 AttentionInterface.register(ATTENTION_NAME, icecache_attention_forward)

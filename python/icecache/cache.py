@@ -14,12 +14,13 @@ complete, and whatever an earlier layer holds beyond it comes from a forward tha
 
 from __future__ import annotations
 
+import copy
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from transformers import Cache, DynamicCache, PreTrainedConfig, PreTrainedModel
@@ -29,8 +30,6 @@ from .attention import (
     ATTENTION_NAME,
     TAKEN_OVER,
     IceLayer,
-    LayerStore,
-    StoreFactory,
     not_compiled,
     refuse_gradients,
 )
@@ -39,11 +38,13 @@ from .device import CudaDevice, Device
 from .device_layer import DeviceLayerCache
 from .layer import LayerCache
 from .pipeline import Pipeline
+from .rows import LayerStore, StoreFactory, repeated, row_indices
 from .stats import LayerStats
 from .transfer import Transfer
 
 _logger = logging.getLogger(__name__)
 _FULL = "full_attention"
+_GROWN = (DynamicLayer, DynamicSlidingWindowLayer)
 _ATTENDING = (_FULL, "sliding_attention", "chunked_attention")
 
 
@@ -56,8 +57,12 @@ class CacheStats:
     """
 
     layers: dict[int, LayerStats]
-    """By layer of the model: the replaced layers that have stored something."""
+    """By layer of the model: the replaced layers that have stored something, as
+    `LayerStats.combined` makes it of their rows."""
+    rows: int
+    """Rows of the batch, or 1 if one was asked for."""
     seq_len: int
+    """Columns: tokens and padding."""
     kv_bytes: int
     index_bytes: int
     overhead: float
@@ -72,7 +77,7 @@ class CacheStats:
 
 
 class IceCache(Cache):
-    """The cache of one sequence: `model.generate(**inputs, past_key_values=cache)`.
+    """The cache of a batch of sequences: `model.generate(**inputs, past_key_values=cache)`.
 
     Full-attention layers attend exactly to sink, window and the `token_budget` tokens per KV head
     that the index finds, and to a summary of all the rest. Layers of other types, and the first
@@ -81,6 +86,12 @@ class IceCache(Cache):
     A forward over more than `sparse_max_queries` positions is taken for prefill and attends
     exactly, a shorter one sparsely; a layer's first forward is always exact. `exact()` and
     `sparse()` override this.
+
+    The first forward decides how many rows the batch has, until `reset()`. What the attention mask
+    hides is padding, left, right or between two turns: it is not stored, and every later mask must
+    hide it too. A later mask may also hide the last tokens of a row, such as those after its end:
+    they are dropped. Lengths and crops count columns, tokens and padding alike. Rows that begin
+    with the same tokens, as several answers or beams do, share an index until they differ.
 
     Sets the model's attention implementation to "icecache"; `attach` restores it afterwards.
     Several caches may share a model, and a model may run with other caches meanwhile.
@@ -94,9 +105,10 @@ class IceCache(Cache):
 
     Raises `ValueError` if the model cannot be used: no full-attention layer is left to replace,
     layers share keys and values, or the attention function cannot be set. Later, at a forward,
-    `ValueError` for a batch above 1, padding, gradients, or attention features that it lacks, and
-    `RuntimeError` if the model's attention implementation is not "icecache" any more. A forward
-    that another thread's forward interrupts raises `RuntimeError` too, and stores nothing.
+    `ValueError` for another number of rows, a mask that hides other tokens than before, gradients,
+    or attention features that it lacks, and `RuntimeError` if the model's attention implementation
+    is not "icecache" any more. A forward that another thread's forward interrupts raises
+    `RuntimeError` too, and stores nothing.
     """
 
     def __init__(
@@ -136,15 +148,17 @@ class IceCache(Cache):
                 layers[index] = replaced[-1]
         super().__init__(layers=layers)
         self.layers: list[Any]
+        self._replaced = replaced
         self._first_index, self._last_index = min(kinds, default=0), max(kinds, default=0)
-        # Of the last forward: its thread, unless it was rolled back, and by how much its positions
-        # were ahead of the tokens stored (None: unknown).
-        self._owner: int | None = None
+        # Of the last forward: its thread, by how much its positions were ahead of the columns that
+        # were stored (None: unknown), and whether it was undone.
+        self._thread: int | None = None
         self._ahead: int | None = None
+        self._undone = False
         self._force_exact: bool | None = None
         self._last_updated: IceLayer | None = None
         self._before: dict[int, dict[str, Any]] = {}
-        if not self.replaced_layers:
+        if not replaced:
             raise ValueError(
                 f"expected at least one layer of type {_FULL!r} at or after dense_layers="
                 f"{self.config.dense_layers} to replace, got {list(kinds.values())} "
@@ -160,7 +174,7 @@ class IceCache(Cache):
     @property
     def replaced_layers(self) -> tuple[int, ...]:
         """The layers of the model whose attention is icecache's."""
-        return tuple(i for i, layer in enumerate(self.layers) if isinstance(layer, IceLayer))
+        return tuple(layer.index for layer in self._replaced)
 
     def exact(self) -> AbstractContextManager[None]:
         """Within it, every forward attends exactly, however short."""
@@ -198,8 +212,6 @@ class IceCache(Cache):
                 f"{implementation!r}: use the cache inside `with icecache.attach(model)`, make it "
                 f"with IceCache(model), or call model.set_attn_implementation({ATTENTION_NAME!r})"
             )
-        if key_states.shape[0] != 1:
-            raise ValueError(f"icecache holds one sequence: got a batch of {key_states.shape[0]}")
         refuse_gradients(key_states, value_states)
         with self._lock:
             self._enter(layer_idx, (kwargs.get("kwargs") or {}).get("position_ids"))
@@ -209,6 +221,7 @@ class IceCache(Cache):
                     f"{layer_idx}, got none: this model's attention does not go through "
                     "AttentionInterface"
                 )
+            self._replaced[0].require_batch(key_states.shape[0])
             layer = self.layers[layer_idx]
             if isinstance(layer, IceLayer):
                 t = key_states.shape[2]
@@ -224,26 +237,29 @@ class IceCache(Cache):
     def _enter(self, layer_idx: int, positions: torch.Tensor | None) -> None:
         """Lets a forward of this thread go on to a layer, if no other thread has come between.
 
-        positions: those of the new tokens, `[1, t]`, where the model shows them. After a change of
-        threads they must go on where the last forward ended: a `generate` counts them by itself,
-        and so notices that it is not alone.
+        positions: those of the new columns, `[rows, t]`, where the model shows them. After a change
+        of threads they must go on where the last forward ended: a `generate` counts them by itself,
+        and so notices that it is not alone. With padding they are not those of the columns.
         """
         self._roll_back(layer_idx)
         thread, ahead = threading.get_ident(), None
         if layer_idx == self._first_index:
             length = self.get_seq_length()
-            if positions is not None and positions.ndim == 2:
-                ahead = int(positions[0, 0]) - length
+            padded = any(row.padding for row in self._replaced[0].rows)
+            if positions is not None and positions.ndim == 2 and not padded:
+                first, last = positions[0, [0, -1]].tolist()
+                if last - first == positions.shape[1] - 1:
+                    ahead = first - length
             known = None not in (ahead, self._ahead)
-            if length and known and ahead != self._ahead and thread != self._owner:
+            if length and known and ahead != self._ahead and thread != self._thread:
                 raise RuntimeError(TAKEN_OVER)
-            self._owner, self._ahead = thread, ahead
-        elif thread != self._owner:
+            self._thread, self._ahead, self._undone = thread, ahead, False
+        elif self._undone or thread != self._thread:
             raise RuntimeError(TAKEN_OVER)
 
     @not_compiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens in the cache: what the last complete forward left, the same for every layer."""
+        """Columns in the cache: what the last complete forward left, the same for every layer."""
         last = self.layers[self._last_index]
         return last.stored if isinstance(last, IceLayer) else int(last.get_seq_length())
 
@@ -256,7 +272,7 @@ class IceCache(Cache):
         return length, offset
 
     def crop(self, tokens: int) -> None:
-        """Removes `-tokens` tokens if negative, nothing if 0, keeps the first `tokens` if positive.
+        """Removes `-tokens` columns if negative, nothing if 0; keeps the first `tokens` if not.
 
         Raises what transformers raises where a sliding layer has dropped what it would need, and
         `RuntimeError` where a layer has fewer tokens because a prefill failed: fewer may be kept.
@@ -266,13 +282,15 @@ class IceCache(Cache):
             self._roll_back()
             length = self.get_seq_length()
             removed = min(-tokens, length) if tokens <= 0 else max(length - tokens, 0)
-            replaced = [layer for layer in self.layers if isinstance(layer, IceLayer)]
-            for layer in replaced:
+            for layer in self._replaced:
                 if layer.stored < length - removed:
                     raise RuntimeError(
                         f"expected {length - removed} tokens in layer {layer.index}, got "
                         f"{layer.stored}, since a prefill failed: crop to as many or reset()"
                     )
+            if removed == length:
+                self.reset()  # which sliding layers never refuse
+                return
             # Sliding layers may refuse, so they come first.
             for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
                 if isinstance(layer, IceLayer):
@@ -285,17 +303,99 @@ class IceCache(Cache):
         """Forgets everything; the layers stay."""
         with self._lock:
             for layer in self.layers:
-                layer.reset()
+                _reset(layer)
             self._before.clear()
-            self._owner = None
+            self._undone = True
 
-    def stats(self) -> CacheStats:
-        """Sizes, and what the last step read, per layer and for the whole cache."""
-        layers = {
-            index: layer.store.stats()
-            for index, layer in enumerate(self.layers)
-            if isinstance(layer, IceLayer) and layer.store is not None
-        }
+    def reorder_cache(self, beam_idx: torch.Tensor) -> None:
+        """Row `i` becomes what row `beam_idx[i]` was: moved, or a fork where that is used twice.
+
+        Raises `IndexError` for a row that is not there, before anything is changed.
+        """
+        self._select(beam_idx)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keeps the rows at `indices`, in that order, or those that a bool mask names.
+
+        Raises `IndexError` for a row that is not there, `ValueError` for no row or a mask over
+        another number of them, before anything is changed.
+        """
+        self._select(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeats each row `repeats` times, as forks: many answers to one prompt."""
+        with self._lock:
+            self._roll_back()
+            indices = repeated(len(self._replaced[0].rows), repeats)
+            if self.get_seq_length():
+                self._select(torch.tensor(indices))
+
+    def _select(self, indices: torch.Tensor) -> None:
+        with self._lock:
+            self._roll_back()
+            if not self.get_seq_length():
+                return
+            wanted = torch.tensor(row_indices(indices, len(self._replaced[0].rows)))
+            before = [layer.rows for layer in self._replaced]
+            try:
+                for layer in self.layers:
+                    if isinstance(layer, IceLayer):
+                        layer.batch_select_indices(wanted)
+                # Forks may fail, so they come first.
+                for layer in self.layers:
+                    if not isinstance(layer, IceLayer):
+                        layer.reorder_cache(wanted)
+            except BaseException:
+                for layer, rows in zip(self._replaced, before, strict=True):
+                    layer.rows = rows
+                raise
+            self._ahead = None
+
+    def fork(self) -> Self:
+        """An independent cache with the same tokens, for the same model.
+
+        What is stored or cropped in one is not seen by the other, and either may be dropped first.
+        They share memory until they change it. `copy.copy` and `copy.deepcopy` do the same.
+
+        Raises `TypeError` if a `layer_factory` made stores without a method `fork`.
+        """
+        with self._lock:
+            self._roll_back()
+            twin = object.__new__(type(self))
+            vars(twin).update(vars(self))
+            twin._lock = threading.RLock()
+            twin._thread = twin._ahead = twin._force_exact = twin._last_updated = None
+            twin._before = {}
+            forks: dict[IceLayer | None, IceLayer | None] = {None: None}
+
+            def fork(layer: Any) -> Any:
+                if isinstance(layer, IceLayer):
+                    forks[layer] = layer.fork(twin._lock, forks[layer.anchor])
+                    return forks[layer]
+                # Layers that grow by concatenation never write to the tensors they hold.
+                return copy.copy(layer) if type(layer) in _GROWN else copy.deepcopy(layer)
+
+            twin.layers = [fork(layer) for layer in self.layers]
+            twin._replaced = [layer for layer in twin.layers if isinstance(layer, IceLayer)]
+        return twin
+
+    def __copy__(self) -> Self:
+        return self.fork()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.fork()
+
+    def stats(self, row: int | None = None) -> CacheStats:
+        """Sizes, and what the last step read, per layer and for the whole cache; of one row of the
+        batch, or of all together. Raises `IndexError` for a row that is not there."""
+        rows = len(self._replaced[0].rows) if self.get_seq_length() else 0
+        if row is not None and not 0 <= row < rows:
+            raise IndexError(f"expected a row below {rows}, got {row}")
+        layers = {}
+        for layer in self._replaced:
+            chosen = layer.rows if row is None else layer.rows[row : row + 1]
+            if of_rows := [r.store.stats() for r in chosen if r.store is not None]:
+                layers[layer.index] = LayerStats.combined(of_rows)
         kv_bytes = sum(stats.kv_bytes for stats in layers.values())
         index_bytes = sum(stats.index_bytes for stats in layers.values())
 
@@ -304,6 +404,7 @@ class IceCache(Cache):
 
         return CacheStats(
             layers=layers,
+            rows=rows if row is None else 1,
             seq_len=self.get_seq_length(),
             kv_bytes=kv_bytes,
             index_bytes=index_bytes,
@@ -338,7 +439,7 @@ class IceCache(Cache):
         ahead = {index: layer for index, layer in enumerate(self.layers) if is_ahead(layer)}
         if not ahead:
             return
-        self._owner = None
+        self._undone = True
         _logger.warning(
             "the last forward failed before its last layer: %d layers go back to %d tokens",
             len(ahead),
@@ -347,6 +448,8 @@ class IceCache(Cache):
         for index, layer in ahead.items():
             if isinstance(layer, IceLayer):
                 layer.keep(length)
+            elif type(layer) is DynamicLayer and length == 0:
+                _reset(layer)
             elif type(layer) is DynamicLayer:
                 layer.crop(length - layer.get_seq_length())
             elif type(layer) is DynamicSlidingWindowLayer:
@@ -359,7 +462,9 @@ class IceCache(Cache):
                 )
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("an IceCache cannot be copied or pickled: it belongs to a model's config")
+        raise TypeError(
+            "an IceCache cannot be pickled: it belongs to a model's config (fork() copies it)"
+        )
 
 
 @contextmanager
@@ -377,6 +482,15 @@ def attach(
         yield IceCache(model, token_budget, **options)
     finally:
         owner.set_attn_implementation(before)
+
+
+def _reset(layer: Any) -> None:
+    """Empties a layer, which may then have another number of rows."""
+    if type(layer) in _GROWN:
+        # Versions before 5.24 would write zeros into tensors, which forks may hold too.
+        layer.is_initialized = False
+        layer.keys = layer.values = None
+    layer.reset()
 
 
 def _is_sliding(layer: Any) -> bool:
@@ -442,6 +556,7 @@ class Stores:
         self._tp_rank, self._model_q_heads = tp_rank, model_q_heads
         self._pipeline: Pipeline | None = None
         self._transfers: dict[torch.device, Transfer] = {}
+        self._lock = threading.Lock()  # forks share their stores' maker
 
     def __call__(
         self,
@@ -459,15 +574,16 @@ class Stores:
         first = self._tp_rank * num_kv_heads if is_split else 0
         if device.type == "cpu":
             return LayerCache(*shape, layer_index=layer_index, first_kv_head=first)
-        if self._pipeline is None:
-            self._pipeline = Pipeline()
-        if device not in self._transfers:
-            self._transfers[device] = Transfer(self._open_device(device))
-        transfer = self._transfers[device]
+        with self._lock:
+            if self._pipeline is None:
+                self._pipeline = Pipeline()
+            if device not in self._transfers:
+                self._transfers[device] = Transfer(self._open_device(device))
+            transfer, pipeline = self._transfers[device], self._pipeline
         return DeviceLayerCache(
             *shape,
             layer_index=layer_index,
             first_kv_head=first,
             transfer=transfer,
-            pipeline=self._pipeline,
+            pipeline=pipeline,
         )

@@ -83,6 +83,25 @@ def attend_causal(q: Any, k: Any, v: Any, past: tuple[Any, Any] | None, scale: f
     return out
 
 
+@_as_given
+def attend_masked(
+    q: Any, k: Any, v: Any, past: tuple[Any, Any] | None, scale: float | None, mask: Any
+) -> Any:
+    """Attention of `n` new positions to what a mask names of `m` past ones and of themselves.
+
+    As `attend_causal`; mask: [1 or q_heads, n, m + n], bool (True attends) or added to the logits;
+    scale None means `head_dim ** -0.5`.
+    """
+    import torch
+
+    if past is not None:
+        k, v = torch.cat([past[0], k], dim=1), torch.cat([past[1], v], dim=1)
+    mask = mask if mask.dtype == torch.bool else mask.to(q.dtype)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    grouped = q.shape[0] != k.shape[0]
+    return attend(q[None], k[None], v[None], mask[None], scale=scale, enable_gqa=grouped)[0]
+
+
 def _takes_groups(q: Any, k: Any, v: Any) -> bool:
     """Whether torch's flash attention serves these, the one kernel that takes groups."""
     from torch.backends import cuda

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import zip_longest
+from statistics import fmean
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +84,27 @@ class LayerStats:
     """The same batch: writing the rows to their slots."""
     device_attend_ms: float = field(default=0.0, compare=False)
     """The same batch: attention on the device, and the merge with the summary of the rest."""
+
+    @classmethod
+    def combined(cls, rows: Sequence[LayerStats]) -> LayerStats:
+        """Of the rows of a batch, one or more: bytes, hits, misses and evictions are summed,
+        everything else is the mean, of whole numbers a whole one."""
+        if len(rows) == 1:
+            return rows[0]
+
+        def both(name: str, values: list[Any]) -> Any:
+            if name == "nodes_per_level":
+                return tuple(round(fmean(level)) for level in zip_longest(*values, fillvalue=0))
+            if name.endswith(("_bytes", "_hits", "_misses", "_evictions")):
+                return sum(values)
+            mean = fmean(values)
+            return round(mean) if isinstance(values[0], int) else mean
+
+        names = [field.name for field in fields(cls)]
+        stats = cls(**{name: both(name, [getattr(row, name) for row in rows]) for name in names})
+        return replace(
+            stats, overhead=stats.index_bytes / stats.kv_bytes if stats.kv_bytes else 0.0
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from transformers import DynamicCache
 
 from icecache import IceCache, IceConfig, LayerCache
 from icecache.bench.rows import content, load_rows
+from icecache.eval import decode
 from icecache.eval.model import load_model
 from icecache.eval.texts import encode, first_tokens, read_text
 
@@ -33,8 +34,8 @@ FORKS, QUESTION, ANSWER = 10, 40, 32
 def forward(model: Any, cache: Any, ids: Sequence[int]) -> torch.Tensor:
     """Log-probabilities after the last of the tokens, [vocabulary]."""
     with torch.no_grad():
-        out = model(torch.tensor([list(ids)]), past_key_values=cache, logits_to_keep=1)
-    return out.logits[0, -1].double().log_softmax(0)
+        logits = decode.forward(model, ids, cache.get_seq_length(), cache)
+    return logits.double().log_softmax(0)
 
 
 def feed(model: Any, cache: Any, ids: Sequence[int]) -> list[torch.Tensor]:

@@ -212,7 +212,7 @@ def compile_kernel(nvrtc, target):
         return results[0] if results else None
 
     def read(name):
-        buffer = b" " * call(getattr(nvrtc, f"nvrtcGet{name}Size"), program)
+        buffer = bytes(call(getattr(nvrtc, f"nvrtcGet{name}Size"), program))
         call(getattr(nvrtc, f"nvrtcGet{name}"), program, buffer)
         return buffer
 

@@ -48,6 +48,27 @@ def test_jobs_are_done_in_order_by_one_thread():
     assert {thread for _, thread in done} - {threading.get_ident()} and len(set(done)) == 20
 
 
+def test_threads_may_submit_at_once():
+    pipeline, jobs = Pipeline(depth=4), []
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for _ in range(50):
+            threads = [
+                threading.Thread(target=lambda: jobs.append(submit(pipeline, lambda: None)))
+                for _ in range(8)
+            ]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            pipeline.finish()
+            assert all(job.is_over and job.error is None for job in jobs)
+    finally:
+        sys.setswitchinterval(interval)
+    assert len(jobs) == 400
+
+
 @pytest.mark.parametrize("depth", [1, 2, 3])
 def test_it_takes_so_many_jobs_and_then_waits(depth, gate):
     pipeline, taken = Pipeline(depth), []

@@ -12,6 +12,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
+from contextlib import suppress
 from queue import SimpleQueue
 
 _POLL = 0.05
@@ -90,9 +91,12 @@ class Pipeline:
         """Does a job after all before it; waits while there are `depth` others."""
         if os.getpid() != self._process:
             self._start()
+        for over in [job for job in self._jobs if job.is_over]:
+            with suppress(ValueError):  # another thread has submitted, too
+                self._jobs.remove(over)
         while len(waiting := [job for job in self._jobs if not job.is_over]) >= self._depth:
             waiting[0].wait()
-        self._jobs = [*waiting, job]
+        self._jobs.append(job)
         self._queue.put(job)
 
     def finish(self) -> None:

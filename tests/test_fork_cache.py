@@ -376,3 +376,19 @@ def test_a_batch_on_a_device_that_cannot_be_indexed_can_be_cropped(schedule: str
         with torch.no_grad():
             want = model(input_ids=whole, **{CACHE: DynamicCache()}).logits[0, -3:]
         torch.testing.assert_close(logits, want, atol=2e-3, rtol=1e-3)
+
+
+def test_stats_say_what_forks_share() -> None:
+    model = llama()
+    cache = IceCache(model, **SPARSE)
+    forward(model, tokens(600), cache)
+    assert cache.stats().shared_bytes == 0
+    fork = cache.fork()
+    stats = fork.stats()
+    everything = stats.kv_bytes + stats.index_bytes
+    assert 0.9 * everything < stats.shared_bytes == cache.stats().shared_bytes < everything
+    fork.batch_repeat_interleave(2)
+    assert fork.stats().shared_bytes == 2 * stats.shared_bytes
+    del fork
+    gc.collect()
+    assert cache.stats().shared_bytes == 0

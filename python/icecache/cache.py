@@ -65,6 +65,8 @@ class CacheStats:
     """Columns: tokens and padding."""
     kv_bytes: int
     index_bytes: int
+    shared_bytes: int
+    """Of both, what another row or a fork of this cache holds too."""
     overhead: float
     dense_kv_bytes: int
     device_bytes: int
@@ -408,6 +410,7 @@ class IceCache(Cache):
             seq_len=self.get_seq_length(),
             kv_bytes=kv_bytes,
             index_bytes=index_bytes,
+            shared_bytes=sum(stats.shared_bytes for stats in layers.values()),
             overhead=index_bytes / kv_bytes if kv_bytes else 0.0,
             dense_kv_bytes=sum(
                 rows.nbytes

@@ -32,7 +32,7 @@ class LayerStats:
     index_bytes: int
     """Every byte held beyond them: summaries, links, ids, slack."""
     shared_bytes: int = 0
-    """Of both, the bytes that forks of the layer hold too."""
+    """Of both, what forks of the layer hold too."""
     overhead: float
     """`index_bytes / kv_bytes`."""
     steps: int

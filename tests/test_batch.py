@@ -29,6 +29,7 @@ from icecache import IceCache, IceConfig, LayerCache
 from icecache.attention import IceLayer
 from icecache.cache import Stores
 from icecache.masks import RowMask, count, cut, outside, read_mask
+from icecache.reference import exact_attention
 
 LENGTHS = (1, 37, 600, 4, 590, 64)
 both_sides = pytest.mark.parametrize("side", ["left", "right"])
@@ -155,11 +156,21 @@ def test_a_layer_of_a_batch_is_bit_for_bit_the_layers_of_its_rows(
             given = torch.zeros(given.shape).masked_fill(~given, torch.finfo(torch.float32).min)
         out = attended(layer, q, k, v, given, exact)
         assert out.shape == (4, t, 4, 16)
-        assert not out[mask == 0].any()
         for i, store in enumerate(alone):
             new = [x[i][:, mask[i].bool()].contiguous() for x in (q, k, v)]
-            want = store.prefill(*new[1:], new[0]) if exact else store.decode(*new)
-            assert torch.equal(out[i][mask[i].bool()].transpose(0, 1), want)
+            if new[0].shape[1]:
+                want = store.prefill(*new[1:], new[0]) if exact else store.decode(*new)
+                assert torch.equal(out[i][mask[i].bool()].transpose(0, 1), want)
+            # Padding attends to the tokens before it, if there are any, and to nothing else.
+            stored, later = store.gather(), whole.shape[1] - t
+            for column in (mask[i] == 0).nonzero().flatten().tolist():
+                n = int(whole[i, : later + column].sum())
+                padding, want = out[i, column], torch.zeros(4, 16)
+                if n:
+                    k_before, v_before = (x[:, :n] for x in stored)
+                    want = exact_attention(q[i, :, [column]], k_before, v_before, 0.25)[:, 0]
+                bound = {torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+                assert float((padding.double() - want).abs().max()) <= bound
     assert layer.get_seq_length() == 450 + 1 + 9 + 60 + 1 + 3
     for row, store in zip(layer.rows, alone, strict=True):
         for a, b in zip(row.store.gather(), store.gather(), strict=True):
@@ -195,6 +206,16 @@ def test_a_row_that_is_all_padding_gets_nothing_until_its_first_token() -> None:
 
 
 # --- generate
+
+
+@every_model
+@pytest.mark.parametrize("budget", [WHOLE, {**WHOLE, "sparse_max_queries": 1}])
+def test_a_batch_padded_on_the_right_in_generate(name: str, budget: dict[str, Any]) -> None:
+    """The next token of a short row is then taken from its padding, which attends to the row."""
+    ids, mask = padded(texts(40, 7, 90, 33), "right")
+    expected = generated(MODELS[name](), ids, DynamicCache(), attention_mask=mask)
+    model = MODELS[name]()
+    assert generated(model, ids, IceCache(model, **budget), attention_mask=mask) == expected
 
 
 @every_model
@@ -752,6 +773,71 @@ def test_a_mask_is_read_once_a_forward_even_if_it_is_written_to() -> None:
     mask[..., 4] = -torch.inf
     with pytest.raises(ValueError, match="got one that hides 4 to 4"):
         forward(model, tokens(1), cache, attention_mask=mask)
+
+
+def test_what_a_mask_says_to_one_cache_is_not_taken_for_what_it_says_to_another() -> None:
+    model = llama()
+    caches = [IceCache(model, **WHOLE) for _ in range(2)]
+    for cache, n in zip(caches, (30, 40), strict=True):
+        forward(model, tokens(n), cache)
+    mask = torch.zeros(1, 1, 1, 31)
+    forward(model, tokens(1), caches[0], attention_mask=mask)
+    with pytest.raises(ValueError, match=r"\[1, heads, 1, 41\].*got \[1, 1, 1, 31\]"):
+        forward(model, tokens(1), caches[1], attention_mask=mask)
+    caches[1].crop(30)
+    mask[..., 4] = -torch.inf
+    with pytest.raises(ValueError, match="got one that hides 4 to 4"):
+        forward(model, tokens(1), caches[1], attention_mask=mask)
+
+
+@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("place", PLACES)
+def test_a_failed_forward_hides_nothing(place: str, again: bool) -> None:
+    model = llama()
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    ids, mask = padded(texts(60, 40), "left")
+    for c in (cache, untouched):
+        forward(model, ids, c, attention_mask=mask)
+    one = torch.ones(2, 1, dtype=torch.long)
+    hides = torch.cat([mask, one], dim=1)
+    hides[1, 57:60] = 0
+    module = model.model.layers.get_submodule(place)
+    with failing(module), pytest.raises(Failure):
+        forward(model, one, cache, attention_mask=hides)
+    seen = hides if again else torch.cat([mask, one], dim=1)
+    for _ in range(2):
+        got, expected = (forward(model, one, c, attention_mask=seen) for c in (cache, untouched))
+        assert torch.equal(got, expected)
+        seen = torch.cat([seen, one], dim=1)
+    check(cache)
+
+
+def test_a_second_turn_whose_first_chunk_is_padding_of_one_row() -> None:
+    first, mask = padded(texts(60, 50), "left")
+    second, more = padded(texts(90, 10), "left")
+    ends = torch.ones(2, 8, dtype=torch.long)
+    ends[1, 3:] = 0  # what this row said after its end
+    answers = []
+    for cache_of in (lambda m: DynamicCache(), lambda m: IceCache(m, **WHOLE)):
+        model = llama()
+        cache = cache_of(model)
+        said = generated(model, first, cache, attention_mask=mask, max_new_tokens=8)
+        ids = torch.cat([first, torch.tensor(said), second], dim=1)
+        seen = torch.cat([mask, ends, more], dim=1)
+        options = dict(attention_mask=seen, prefill_chunk_size=40)
+        answers.append(generated(model, ids, cache, **options))
+    assert answers[0] == answers[1]
+
+
+def test_a_mask_that_shows_some_what_it_hides_from_the_last_is_refused() -> None:
+    model = llama()
+    cache = IceCache(model, **WHOLE)
+    forward(model, tokens(20), cache)
+    mask = torch.ones(5, 25, dtype=torch.bool).tril(20)[None, None]
+    mask[..., 4, 19] = False
+    with pytest.raises(ValueError, match="shows it no column 19, and others do"):
+        forward(model, tokens(5), cache, attention_mask=mask)
+    assert cache.get_seq_length() == 20
 
 
 def test_a_store_may_come_filled_for_one_row() -> None:

@@ -626,7 +626,7 @@ def test_tokens_cannot_be_hidden_later(dense_layers: int) -> None:
     assert cache.stats().layers[3].seq_len == 38
 
 
-def test_only_exact_forwards_take_masks_that_are_not_causal() -> None:
+def test_masks_that_are_not_causal_are_followed_exactly() -> None:
     model = llama()
     ids = tokens(6)
     causal = torch.ones(6, 6, dtype=torch.bool).tril()[None, None]
@@ -651,10 +651,15 @@ def test_only_exact_forwards_take_masks_that_are_not_causal() -> None:
         reference = DynamicCache()
         forward(llama(), ids, reference)
         expected = forward(llama(), ids, reference, attention_mask=later)
-        cache = IceCache(model, **WHOLE)
+        cache = IceCache(model, **SPARSE)  # which is why a short forward may not be sparse
         forward(model, ids, cache)
-        with pytest.raises(ValueError, match=r"causal attention mask in a sparse.*cache\.exact"):
-            forward(model, ids, cache, attention_mask=later)
+        close(forward(model, ids, cache, attention_mask=later), expected)
+        bias = later[..., -1:, :].clone() if mask.dtype != torch.bool else additive[..., -1:, :]
+        bias = torch.cat([torch.zeros(*bias.shape[:3], 13 - bias.shape[3]), bias], 3)
+        bias[..., 3] = -0.5
+        with pytest.raises(ValueError, match=r"without a bias in a sparse.*cache\.exact"):
+            forward(model, ids[:, :1], cache, attention_mask=bias)
+        cache.crop(-6)
         with cache.exact():
             close(forward(model, ids, cache, attention_mask=later), expected)
         for layer in cache.layers:
@@ -1135,3 +1140,129 @@ def test_stats_add_up() -> None:
         a, b = (getattr(layer, name) for layer in stats.layers.values())
         assert getattr(stats, name) == pytest.approx((a + b) / 2)
         assert getattr(stats, name) > 0
+
+
+# --- Interrupted changes of all layers
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, at a chosen place."""
+
+
+@contextmanager
+def interrupted(owner: type, method: str, call: int) -> Iterator[None]:
+    """Ends the `call`-th call of a method, from 0, after it is done."""
+    inner, calls = getattr(owner, method), 0
+
+    def cut(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        result = inner(*args, **kwargs)
+        calls += 1
+        if calls == call + 1:
+            raise Interrupted
+        return result
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(owner, method, cut)
+        yield
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_mixed"])
+@pytest.mark.parametrize("layer", [0, 1])
+def test_an_interrupted_crop_is_finished_by_the_next_call(name: str, layer: int) -> None:
+    window = {} if name == "llama" else {"sliding_window": 512}
+    model, ids = MODELS[name](**window), tokens(100)
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    for c in (cache, untouched):
+        if hasattr(DynamicSlidingWindowLayer, "activate_past_recording") and name != "llama":
+            for plain in c.layers[1::2]:
+                plain.activate_past_recording()
+        forward(model, ids, c)
+        forward(model, tokens(1), c)
+    with interrupted(IceLayer, "restore", layer), pytest.raises(Interrupted):
+        cache.crop(-31)
+    untouched.crop(-31)
+    assert cache.get_seq_length() == 70
+    assert [layer.get_seq_length() for layer in cache.layers] == [70] * 4
+    for t in (1, 40):
+        expected = forward(model, tokens(t, seed=t), untouched)
+        assert torch.equal(forward(model, tokens(t, seed=t), cache), expected)
+
+
+@every_model
+def test_an_interrupted_reset_is_finished_by_the_next_call(name: str) -> None:
+    model = MODELS[name]()
+    cache = IceCache(model, **SPARSE)
+    forward(model, tokens(60), cache)
+    with interrupted(IceLayer, "reset", 0), pytest.raises(Interrupted):
+        cache.reset()
+    expected = forward(model, tokens(50, seed=1), IceCache(model, **SPARSE))
+    assert torch.equal(forward(model, tokens(50, seed=1), cache), expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_mixed", "gemma3"])
+@pytest.mark.parametrize("owner", [IceLayer, DynamicSlidingWindowLayer])
+def test_an_interrupted_reordering_moves_no_row(name: str, owner: type) -> None:
+    model, ids = MODELS[name](), tokens(120).reshape(3, 40)
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    for c in (cache, untouched):
+        forward(model, ids, c)
+    if owner is IceLayer or name != "llama":
+        with interrupted(owner, "reorder_cache", 1), pytest.raises(Interrupted):
+            cache.reorder_cache(torch.tensor([2, 0, 0]))
+    for t in (1, 5):
+        more = tokens(3 * t, seed=t).reshape(3, t)
+        assert torch.equal(forward(model, more, cache), forward(model, more, untouched))
+
+
+@pytest.mark.parametrize("dense", [0, 1])
+@pytest.mark.parametrize("name", ["qwen2_mixed", "gemma3", "llama"])
+def test_a_layer_that_runs_out_of_memory_loses_nothing(name: str, dense: int) -> None:
+    """Wherever a plain layer fails while it takes new tokens, even the last layer."""
+    model, ids = MODELS[name](), tokens(60)
+    if name == "llama" and not dense:
+        return
+    options = {**SPARSE, "dense_layers": dense}
+    untouched = IceCache(model, **options)
+    forward(model, ids, untouched)
+    expected = forward(model, tokens(4, seed=1), untouched)
+    failed = 0
+    for call in range(100):
+        cache = IceCache(model, **options)
+        forward(model, ids, cache)
+        calls, cat = 0, torch.cat
+
+        def fail(*args: Any, **kwargs: Any) -> Any:
+            nonlocal calls
+            calls += 1
+            if calls == call + 1:  # noqa: B023
+                raise MemoryError
+            return cat(*args, **kwargs)  # noqa: B023
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "cat", fail)
+            try:
+                forward(model, tokens(4, seed=1), cache)
+                break
+            except MemoryError:
+                failed += 1
+        assert cache.get_seq_length() == 60
+        assert torch.equal(forward(model, tokens(4, seed=1), cache), expected)
+    assert failed >= 2
+
+
+def test_what_counts_or_names_rows_must_be_whole_numbers() -> None:
+    model = llama()
+    cache = IceCache(model, **SPARSE)
+    forward(model, tokens(60).reshape(2, 30), cache)
+    for call, error in (
+        (lambda: cache.crop(1.5), TypeError),  # type: ignore[arg-type]
+        (lambda: cache.crop("2"), TypeError),  # type: ignore[arg-type]
+        (lambda: cache.reorder_cache(torch.tensor([[0, 1]])), ValueError),
+        (lambda: cache.reorder_cache(torch.tensor([0.0, 1.0])), ValueError),
+        (lambda: cache.batch_repeat_interleave("2"), TypeError),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(error):
+            call()
+    assert [len(layer.rows) for layer in cache.layers] == [2] * 4
+    assert cache.get_seq_length() == 30

@@ -252,16 +252,15 @@ def test_copies_are_forks(copied: Any) -> None:
     assert twin.layers[0].store.stats().steps == 9  # sparse: what was forced is not copied
 
 
-def test_a_failed_forward_is_undone_before_a_fork() -> None:
+def test_a_fork_has_nothing_of_a_failed_forward() -> None:
     model = llama()
     cache = IceCache(model, **{**SPARSE, "dense_layers": 1})
     forward(model, tokens(40), cache)
     with failing(model.model.layers[2].mlp), pytest.raises(Failure):
         forward(model, tokens(5), cache)
     fork = cache.fork()
-    for c in (cache, fork):
-        assert [layer.get_seq_length() for layer in c.layers] == [40] * 4
-        assert not any(layer.is_waiting for layer in c.layers[1:])
+    assert [layer.get_seq_length() for layer in fork.layers] == [40] * 4
+    assert not any(layer.is_waiting for layer in fork.layers[1:])
     for ids in (tokens(1), tokens(40)):
         assert torch.equal(forward(model, ids, fork), forward(model, ids, cache))
     # And one of the fork leaves the other alone.
@@ -392,3 +391,23 @@ def test_stats_say_what_forks_share() -> None:
     del fork
     gc.collect()
     assert cache.stats().shared_bytes == 0
+
+
+def test_a_fork_of_a_running_forward_does_not_disturb_it() -> None:
+    model, ids = qwen2_mixed(), tokens(60)
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    for c in (cache, untouched):
+        forward(model, ids, c)
+    forks: list[Any] = []
+
+    def fork(*_: Any) -> None:
+        handle.remove()
+        thread = threading.Thread(target=lambda: forks.append(cache.fork()))
+        thread.start()
+        thread.join()
+
+    expected = forward(model, tokens(3, seed=1), untouched)
+    handle = model.model.layers[2].mlp.register_forward_pre_hook(fork)
+    assert torch.equal(forward(model, tokens(3, seed=1), cache), expected)
+    assert [layer.get_seq_length() for layer in forks[0].layers] == [60] * 4
+    assert torch.equal(forward(model, tokens(3, seed=1), forks[0]), expected)

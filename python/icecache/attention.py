@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from .layer import LayerCache
-from .masks import RowMask, Runs, count, cut, outside, read_mask
+from .masks import RowMask, Runs, attends, count, cut, outside, read_mask, within
 from .rows import LayerStore, Row, StoreFactory, repeated, row_indices, select
 from .sdpa import attend_masked
 
@@ -56,6 +56,22 @@ def not_compiled(function: _F) -> _F:
     return plain
 
 
+class Reading:
+    """What the masks of one forward say: its layers share them, and each is read once."""
+
+    def __init__(self) -> None:
+        self._read: list[tuple[weakref.ref[torch.Tensor], list[RowMask]]] = []
+
+    def read(self, mask: torch.Tensor, batch: int, t: int, n: int) -> list[RowMask]:
+        """As `read_mask`."""
+        for other, says in self._read:
+            if other() is mask:
+                return says
+        says = read_mask(mask, batch, t, n)
+        self._read.append((weakref.ref(mask), says))
+        return says
+
+
 @dataclass(frozen=True, slots=True)
 class _Waiting:
     """New columns whose query has not been seen: `[rows, kv_heads, t, head_dim]`."""
@@ -63,6 +79,7 @@ class _Waiting:
     keys: torch.Tensor
     values: torch.Tensor
     exact: bool
+    reading: Reading
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +130,8 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.anchor = anchor
         self._scale: float | None = None
         self._waiting: _Waiting | None = None
+        # Where the last forward hid tokens that were stored: the columns before it, and the rows.
+        self._shown: tuple[int, list[Row]] | None = None
 
     @property
     def store(self) -> LayerStore | None:
@@ -147,6 +166,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         value_states: torch.Tensor,
         *args: Any,
         exact: bool = False,
+        reading: Reading | None = None,
         kwargs: dict[str, Any] | None = None,
         **others: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,10 +174,11 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
         key_states, value_states: `[rows, kv_heads, t, head_dim]`. `kwargs` are those that the model
         is about to call the attention function with; it shows them from transformers 5.24.
+        `reading`: that of the forward.
         """
         self.require_batch(key_states.shape[0])
         self.lazy_initialization(key_states, value_states)
-        self._waiting = _Waiting(key_states, value_states, exact)
+        self._waiting = _Waiting(key_states, value_states, exact, reading or Reading())
         if kwargs is None:
             _thread.layer = self
         else:
@@ -180,47 +201,51 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Stores the waiting columns and attends, a row exactly if told so or if it was empty.
 
         query: `[rows, q_heads, t, head_dim]`; key, value: what `update` returned; mask: as
-        `read_mask` takes it, None hides nothing. Returns `[rows, t, q_heads, head_dim]`, 0 where
-        there is padding. If it fails, nothing is stored.
+        `read_mask` takes it, None hides nothing. Returns `[rows, t, q_heads, head_dim]`, 0 for
+        padding that attends to nothing. If it fails, nothing is stored.
 
-        The last tokens of a row that gets new ones may be hidden later: they are dropped. Raises
-        `ValueError` for a mask that hides other tokens, or shows padding, and for one that is not
-        causal where a row is to attend sparsely.
+        A mask that is not causal is followed exactly. The last tokens of a row may be hidden later:
+        they are dropped. Raises `ValueError` for a mask that hides other tokens, shows padding, or
+        adds a bias to a single position that attends sparsely.
         """
         with self._lock:
             if self._waiting is None or not self.waits_for(key, value):
                 raise RuntimeError(TAKEN_OVER)
-            exact, self._waiting = self._waiting.exact, None
+            waiting, self._waiting = self._waiting, None
             self._open_rows(query, key, scale)
             before = self._columns
-            seen = self._read(mask, *query.shape[::2])
-            for row, says in zip(self.rows, seen, strict=True):
-                row.hide(cut(says.padding, before), before)
+            seen = self._read(waiting.reading, mask, *query.shape[::2])
             try:
+                self._hide(seen)
                 new = [
                     self._new_tokens(i, seen[i], query, key, value, mask)
                     for i in range(len(self.rows))
                 ]
-                outputs = self._attend_exactly(new, exact)
+                outputs = self._attend_exactly(new, waiting.exact)
                 outputs |= self._attend_sparsely(
                     {i: row for i, row in enumerate(new) if i not in outputs and row.k.shape[1]}
                 )
                 attended = _joined(outputs, new, query)
+                if mask is not None:
+                    self._attend_padding(seen, query, mask, attended)
                 for row, says in zip(self.rows, seen, strict=True):
                     row.padding = says.padding
                 self._columns = before + query.shape[2]
             except BaseException:
-                self.keep(before)
+                self.undo(before)
                 raise
         return attended
 
-    def _read(self, mask: torch.Tensor | None, batch: int, t: int) -> list[RowMask]:
+    def _read(
+        self, reading: Reading, mask: torch.Tensor | None, batch: int, t: int
+    ) -> list[RowMask]:
         """What the mask says, by row; `ValueError` where it contradicts what it said before."""
         before = self._columns
         if mask is None:
-            seen = [RowMask((), True)] * batch
+            seen, has_new = [RowMask((), True)] * batch, True
         else:
-            seen = _read_once(self, mask, batch, t, before + t)
+            seen = reading.read(mask, batch, t, before + t)
+            has_new = any(outside(says.padding, before, before + t) for says in seen)
         for i, (row, says) in enumerate(zip(self.rows if before else [], seen, strict=False)):
             hidden = cut(says.padding, before)
             if hidden == row.padding:
@@ -231,7 +256,6 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     f"{_listed(row.padding)}, got none: pass the attention_mask of everything in "
                     "the cache with every forward"
                 )
-            has_new = count(says.padding, before + t) - count(hidden, before) < t
             if not (has_new and row.begins_with(hidden, before)):
                 raise ValueError(
                     f"expected a mask that hides of row {i} what was padding before, columns "
@@ -239,6 +263,21 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
                     f"that hides {_listed(hidden)}: a cache serves one generate at a time"
                 )
         return seen
+
+    def _hide(self, seen: list[RowMask]) -> None:
+        """Drops last tokens that are hidden from now on, so that it can be undone."""
+        before, self._shown = self._columns, None
+        hidden = [cut(says.padding, before) for says in seen]
+        if all(row.padding == runs for row, runs in zip(self.rows, hidden, strict=True)):
+            return
+        rows = [
+            row if row.padding == runs else row.fork()
+            for row, runs in zip(self.rows, hidden, strict=True)
+        ]
+        self._shown, self.rows = (before, self.rows), rows
+        for row, runs in zip(rows, hidden, strict=True):
+            row.padding = runs
+            row.keep(before)
 
     def _open_rows(self, query: torch.Tensor, key: torch.Tensor, scale: float | None) -> None:
         if self._columns:
@@ -286,13 +325,13 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             if tokens.k.shape[1] == 0:
                 continue
             if not (exact or empty[i]):
-                if tokens.mask is not None:
+                if tokens.mask is None:
+                    continue
+                if tokens.k.shape[1] == 1:
                     raise ValueError(
-                        "expected a causal attention mask in a sparse forward, got one that hides "
-                        f"tokens from some positions of row {i}, or adds a bias: with "
-                        "cache.exact() it can be used"
+                        "expected a mask without a bias in a sparse forward of one position, got "
+                        f"one for row {i}: with cache.exact() it can be used"
                     )
-                continue
             # What was generated from one prompt, several sequences or beams, starts from one index.
             if i and empty[i] and empty[i - 1] and tokens.equals(new[i - 1]):
                 row.store, outputs[i] = self.rows[i - 1].fork().store, outputs[i - 1]
@@ -310,6 +349,25 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         output = attend_masked(new.q, new.k, new.v, past, self._scale, new.mask)
         store.prefill(new.k, new.v)
         return output
+
+    def _attend_padding(
+        self, seen: list[RowMask], query: torch.Tensor, mask: torch.Tensor, out: torch.Tensor
+    ) -> None:
+        """What padding attends to, exactly: `generate` takes the next token of a row that is padded
+        on the right from there."""
+        before, n = self._columns, self._columns + query.shape[2]
+        for i, (row, says) in enumerate(zip(self.rows, seen, strict=True)):
+            if row.tokens == 0 or not (padding := within(says.padding, before, n)):
+                continue
+            columns = _index(padding, before, query.device)
+            tokens = _index(outside(says.padding, 0, n), 0, query.device)
+            shown = mask[i % len(mask)][:, columns][:, :, tokens]
+            sees = attends(shown).any(2).all(0)
+            if row.store is not None and sees.any():
+                k, v = row.store.gather()
+                q, shown = query[i, :, columns][:, sees], shown[:, sees]
+                output = attend_masked(q, k, v, None, self._scale, shown)
+                out[i, columns] = out[i, columns].index_put((sees,), output.transpose(0, 1))
 
     def _attend_sparsely(self, new: dict[int, _New]) -> dict[int, torch.Tensor]:
         """Outputs `[q_heads, tokens, head_dim]` of these rows, which have tokens."""
@@ -344,6 +402,12 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self._columns = min(self._columns, columns)
         for row in self.rows:
             row.keep(self._columns)
+
+    def undo(self, columns: int) -> None:
+        """Takes back the last forward, before which there were so many columns."""
+        if self._shown is not None and self._shown[0] == columns:
+            self.rows = self._shown[1]
+        self.keep(columns)
 
     def restore(self, columns: int) -> None:
         """Keeps the first `columns` columns, and forgets that others could not be stored."""
@@ -408,20 +472,10 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
             self.rows = select(self.rows, repeated(len(self.rows), repeats))
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
-    """A mask that a layer has read, and what it says."""
-
-    mask: weakref.ref[torch.Tensor]
-    layer: weakref.ref[IceLayer]
-    says: list[RowMask]
-
-
 class _Thread(threading.local):
-    """What one thread carries from `update` to attention, and from one layer to the next."""
+    """What one thread carries from `update` to attention."""
 
     layer: IceLayer | None = None
-    read: _Read | None = None
 
 
 _thread = _Thread()
@@ -520,16 +574,6 @@ def _causal(query: torch.Tensor, n: int, window: int | None = None) -> torch.Ten
     t = query.shape[2]
     mask = torch.ones(1, 1, t, n, dtype=torch.bool, device=query.device).tril(n - t)
     return mask if window is None else mask.triu(n - t - window + 1)
-
-
-def _read_once(layer: IceLayer, mask: torch.Tensor, batch: int, t: int, n: int) -> list[RowMask]:
-    """`read_mask`, once for the layers of a forward, which share their mask. The layer that read it
-    meets it again only in another forward, where it may have been written to."""
-    read = _thread.read
-    if read is None or read.mask() is not mask or read.layer() in (layer, None):
-        says = read_mask(mask, batch, t, n)
-        _thread.read = read = _Read(weakref.ref(mask), weakref.ref(layer), says)
-    return read.says
 
 
 def _index(runs: Runs, first: int, device: torch.device) -> slice | torch.Tensor:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
@@ -30,6 +31,7 @@ from .attention import (
     ATTENTION_NAME,
     TAKEN_OVER,
     IceLayer,
+    Reading,
     not_compiled,
     refuse_gradients,
 )
@@ -160,6 +162,8 @@ class IceCache(Cache):
         self._force_exact: bool | None = None
         self._last_updated: IceLayer | None = None
         self._before: dict[int, dict[str, Any]] = {}
+        self._reading = Reading()  # of the masks of the last forward
+        self._unfinished: Callable[[], None] | None = None  # see `_apply`
         if not replaced:
             raise ValueError(
                 f"expected at least one layer of type {_FULL!r} at or after dense_layers="
@@ -229,12 +233,18 @@ class IceCache(Cache):
                 t = key_states.shape[2]
                 exact = t > self.config.sparse_max_queries
                 kwargs["exact"] = exact if self._force_exact is None else self._force_exact
+                kwargs["reading"] = self._reading
                 self._last_updated = layer
-            elif _is_sliding(layer):
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            before = _state(layer)
+            if _is_sliding(layer):
                 # It drops what leaves its window, so only a copy of its state can undo a failure.
-                self._before[layer_idx] = dict(vars(layer))
-            keys, values = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        return keys, values
+                self._before[layer_idx] = before
+            try:
+                return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+            except BaseException:
+                _set_state(layer, before)  # it may have counted tokens that it did not store
+                raise
 
     def _enter(self, layer_idx: int, positions: torch.Tensor | None) -> None:
         """Lets a forward of this thread go on to a layer, if no other thread has come between.
@@ -256,12 +266,16 @@ class IceCache(Cache):
             if length and known and ahead != self._ahead and thread != self._thread:
                 raise RuntimeError(TAKEN_OVER)
             self._thread, self._ahead, self._undone = thread, ahead, False
+            self._reading = Reading()
         elif self._undone or thread != self._thread:
             raise RuntimeError(TAKEN_OVER)
 
     @not_compiled
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Columns in the cache: what the last complete forward left, the same for every layer."""
+        if self._unfinished is not None:
+            with self._lock:
+                self._finish()
         last = self.layers[self._last_index]
         return last.stored if isinstance(last, IceLayer) else int(last.get_seq_length())
 
@@ -279,7 +293,7 @@ class IceCache(Cache):
         Raises what transformers raises where a sliding layer has dropped what it would need, and
         `RuntimeError` where a layer has fewer tokens because a prefill failed: fewer may be kept.
         """
-        tokens = int(tokens)  # transformers 5.14 to 5.17 pass a tensor
+        tokens = operator.index(tokens)  # transformers 5.14 to 5.17 pass a tensor
         with self._lock:
             self._roll_back()
             length = self.get_seq_length()
@@ -293,21 +307,47 @@ class IceCache(Cache):
             if removed == length:
                 self.reset()  # which sliding layers never refuse
                 return
-            # Sliding layers may refuse, so they come first.
-            for layer in sorted(self.layers, key=lambda layer: not _is_sliding(layer)):
-                if isinstance(layer, IceLayer):
+            plain = [(x, _state(x)) for x in self.layers if not isinstance(x, IceLayer)]
+
+            def crop() -> None:
+                # Sliding layers may refuse, so they come first.
+                try:
+                    for layer, before in plain:
+                        _set_state(layer, before)
+                        # `crop(0)` empties one of transformers 5.4, and trims a recorded past.
+                        if removed or getattr(layer, "record_past", False):
+                            layer.crop(-removed)
+                except Exception:
+                    for layer, before in plain:
+                        _set_state(layer, before)
+                    self._unfinished = None
+                    raise
+                for layer in self._replaced:
                     layer.restore(length - removed)
-                # `crop(0)` empties a layer of transformers 5.4 and trims one that records its past.
-                elif removed or getattr(layer, "record_past", False):
-                    layer.crop(-removed)
+
+            self._apply(crop)
 
     def reset(self) -> None:
         """Forgets everything; the layers stay."""
         with self._lock:
-            for layer in self.layers:
-                _reset(layer)
+            self._apply(self._reset_layers)
             self._before.clear()
             self._undone = True
+
+    def _reset_layers(self) -> None:
+        for layer in self.layers:
+            _reset(layer)
+
+    def _apply(self, change: Callable[[], None]) -> None:
+        """Changes all layers. What interrupts it, Ctrl-C or a lack of memory, may leave some as
+        they were: then the next call on the cache makes the change anew, before anything else."""
+        self._unfinished = change
+        change()
+        self._unfinished = None
+
+    def _finish(self) -> None:
+        if self._unfinished is not None:
+            self._apply(self._unfinished)
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         """Row `i` becomes what row `beam_idx[i]` was: moved, or a fork where that is used twice.
@@ -338,19 +378,20 @@ class IceCache(Cache):
             if not self.get_seq_length():
                 return
             wanted = torch.tensor(row_indices(indices, len(self._replaced[0].rows)))
-            before = [layer.rows for layer in self._replaced]
+            before = [(layer, _state(layer)) for layer in self.layers]
+
+            def take_back() -> None:
+                for layer, state in before:
+                    _set_state(layer, state)
+
+            self._unfinished = take_back
             try:
                 for layer in self.layers:
-                    if isinstance(layer, IceLayer):
-                        layer.batch_select_indices(wanted)
-                # Forks may fail, so they come first.
-                for layer in self.layers:
-                    if not isinstance(layer, IceLayer):
-                        layer.reorder_cache(wanted)
+                    layer.reorder_cache(wanted)
             except BaseException:
-                for layer, rows in zip(self._replaced, before, strict=True):
-                    layer.rows = rows
+                self._finish()
                 raise
+            self._unfinished = None
             self._ahead = None
 
     def fork(self) -> Self:
@@ -362,12 +403,12 @@ class IceCache(Cache):
         Raises `TypeError` if a `layer_factory` made stores without a method `fork`.
         """
         with self._lock:
-            self._roll_back()
+            self._finish()
             twin = object.__new__(type(self))
             vars(twin).update(vars(self))
             twin._lock = threading.RLock()
             twin._thread = twin._ahead = twin._force_exact = twin._last_updated = None
-            twin._before = {}
+            twin._before = dict(self._before)
             forks: dict[IceLayer | None, IceLayer | None] = {None: None}
 
             def fork(layer: Any) -> Any:
@@ -379,6 +420,8 @@ class IceCache(Cache):
 
             twin.layers = [fork(layer) for layer in self.layers]
             twin._replaced = [layer for layer in twin.layers if isinstance(layer, IceLayer)]
+        # A forward here may have failed, or be under way in another thread: that is not disturbed.
+        twin._roll_back()
         return twin
 
     def __copy__(self) -> Self:
@@ -432,6 +475,7 @@ class IceCache(Cache):
         With `layer_idx`, the layer that is about to be used: in a running forward it is as long as
         the last layer; if it is longer, that forward has failed and this is a new one.
         """
+        self._finish()
         length = self.get_seq_length()
 
         def is_ahead(layer: Any) -> bool:
@@ -450,14 +494,13 @@ class IceCache(Cache):
         )
         for index, layer in ahead.items():
             if isinstance(layer, IceLayer):
-                layer.keep(length)
+                layer.undo(length)
             elif type(layer) is DynamicLayer and length == 0:
                 _reset(layer)
             elif type(layer) is DynamicLayer:
                 layer.crop(length - layer.get_seq_length())
             elif type(layer) is DynamicSlidingWindowLayer:
-                vars(layer).clear()
-                vars(layer).update(self._before[index])
+                _set_state(layer, self._before[index])
             if layer.get_seq_length() != length:
                 raise RuntimeError(
                     f"expected layer {index} to go back to {length} tokens after a failed forward, "
@@ -485,6 +528,20 @@ def attach(
         yield IceCache(model, token_budget, **options)
     finally:
         owner.set_attn_implementation(before)
+
+
+def _state(layer: Any) -> dict[str, Any]:
+    """What a layer is now: it never writes to its tensors."""
+    return _copied(vars(layer))
+
+
+def _set_state(layer: Any, state: dict[str, Any]) -> None:
+    vars(layer).clear()
+    vars(layer).update(_copied(state))
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {k: copy.copy(v) if isinstance(v, (list, dict)) else v for k, v in state.items()}
 
 
 def _reset(layer: Any) -> None:

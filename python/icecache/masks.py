@@ -25,6 +25,11 @@ def cut(runs: Runs, columns: int) -> Runs:
     return tuple((start, min(stop, columns)) for start, stop in runs if start < columns)
 
 
+def within(runs: Runs, first: int, last: int) -> Runs:
+    """The runs from column `first` up to `last`."""
+    return tuple((max(a, first), min(b, last)) for a, b in runs if a < last and b > first)
+
+
 def outside(runs: Runs, first: int, last: int) -> Runs:
     """The columns from `first` up to `last` that are in no run."""
     inside = [run for run in runs if run[1] > first and run[0] < last]
@@ -65,7 +70,7 @@ def read_mask(mask: torch.Tensor, batch: int, t: int, n: int) -> list[RowMask]:
     if mask.stride(0) == 0:  # one row, expanded
         mask = mask[:1]
     last = mask[:, :, -1]
-    hidden = ~_attended(last).any(1)
+    hidden = ~attends(last).any(1)
     plain = _is_plain(last, ~hidden[:, None]).all(-1).all(-1).tolist()
     runs = _runs(hidden)
     if t == 1:
@@ -77,11 +82,15 @@ def read_mask(mask: torch.Tensor, batch: int, t: int, n: int) -> list[RowMask]:
             token = ~hidden[i, n - t :]
             _require_padding(row, token, i)
             same = _is_plain(row, causal & ~hidden[i]).all(-1).all(0)
-            rows.append(RowMask(padding, bool((same | ~token).all())))
+            plain_row = bool((same | ~token).all())
+            if not plain_row:
+                _require_hidden(row, token, hidden[i], i)
+            rows.append(RowMask(padding, plain_row))
     return rows * (batch // len(rows))
 
 
-def _attended(mask: torch.Tensor) -> torch.Tensor:
+def attends(mask: torch.Tensor) -> torch.Tensor:
+    """Where a mask, of bools or added to the logits, shows something."""
     return mask if mask.dtype == torch.bool else mask > torch.finfo(mask.dtype).min / 2
 
 
@@ -109,7 +118,7 @@ def _require_padding(mask: torch.Tensor, token: torch.Tensor, index: int) -> Non
     mask: `[heads, t, n]`; token: `[t]`. Older versions let a position that may attend to nothing
     attend to everything.
     """
-    attended = _attended(mask)
+    attended = attends(mask)
     t, n = mask.shape[1:]
     odd = attended.diagonal(n - t, -2, -1).any(0) & ~token
     if odd.any() and not attended[:, odd].all():
@@ -118,4 +127,17 @@ def _require_padding(mask: torch.Tensor, token: torch.Tensor, index: int) -> Non
             f"expected the last position of row {index} to attend to every token, or the mask to "
             f"hide a column from all, got one that column {column} attends to itself alone: "
             "icecache supports no sequences packed into one row"
+        )
+
+
+def _require_hidden(
+    mask: torch.Tensor, token: torch.Tensor, hidden: torch.Tensor, index: int
+) -> None:
+    """Raises `ValueError` if a token attends to a column that the last position does not."""
+    shown = attends(mask)[:, token][:, :, hidden].any(1).any(0)
+    if shown.any():
+        column = int(hidden.nonzero()[int(shown.nonzero()[0])])
+        raise ValueError(
+            f"expected the last position of row {index} to attend to every token, got a mask that "
+            f"shows it no column {column}, and others do"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -97,12 +98,6 @@ class Row:
         end = shown[-1][1] if shown else 0
         return cut(hidden, end) == cut(self.padding, end)
 
-    def hide(self, hidden: Runs, columns: int) -> None:
-        """Drops the last tokens if they are hidden from now on; see `begins_with`."""
-        if hidden != self.padding:
-            self.padding = hidden
-            self.keep(columns)
-
     def fork(self) -> Row:
         """An independent row with the same tokens; `TypeError` if its store cannot be forked."""
         if self.store is None:
@@ -128,15 +123,17 @@ def select(rows: list[Row], indices: list[int]) -> list[Row]:
 def row_indices(indices: Any, rows: int) -> list[int]:
     """Indices of rows, or a bool mask over them, as a list.
 
-    Raises `IndexError` for an index out of range, `ValueError` for no row, or a mask of another
-    length.
+    Raises `IndexError` for an index out of range, `ValueError` for no row, a mask of another
+    length, or anything but a list of whole numbers.
     """
     given = torch.as_tensor(indices)
+    if given.ndim != 1 or given.is_floating_point() or given.is_complex():
+        raise ValueError(f"expected a list of rows, got {given.dtype} of shape {list(given.shape)}")
     if given.dtype == torch.bool:
         if given.shape != (rows,):
             raise ValueError(f"expected a mask over {rows} rows, got shape {list(given.shape)}")
         given = given.nonzero().flatten()
-    wanted: list[int] = given.flatten().tolist()
+    wanted: list[int] = given.tolist()
     if not wanted:
         raise ValueError(f"expected at least one of {rows} rows, got none")
     for i in wanted:
@@ -147,6 +144,6 @@ def row_indices(indices: Any, rows: int) -> list[int]:
 
 def repeated(rows: int, repeats: int) -> list[int]:
     """The indices of rows that are repeated `repeats` times each; `ValueError` below 1."""
-    if repeats < 1:
+    if operator.index(repeats) < 1:
         raise ValueError(f"expected to repeat rows at least once, got {repeats}")
     return [i for i in range(rows) for _ in range(repeats)]

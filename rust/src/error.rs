@@ -61,6 +61,9 @@ pub enum Error {
         expected: usize,
         got: usize,
     },
+    /// What is wrong with one row of a batch.
+    #[error("{error} (row {row} of the batch)")]
+    InRow { row: usize, error: Box<Error> },
     /// A layer of a batch comes again.
     #[error("expected each layer of a batch once, got one twice")]
     Twice,

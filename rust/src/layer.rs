@@ -203,11 +203,19 @@ impl Layer {
         rows: Vec<(Queries<'_>, &Heads<'_>, &Heads<'_>)>,
         cancelled: &AtomicBool,
     ) -> Result<()> {
-        for (layer, (queries, k, v)) in layers.iter().zip(&rows) {
-            let n = layer.check_new(k, v)?;
-            layer.check_queries(queries.q, n)?;
-            layer.check_output(n, &queries.out)?;
-            layer.check_choices(n, queries.like)?;
+        for (row, (layer, (queries, k, v))) in layers.iter().zip(&rows).enumerate() {
+            let checked = layer.check_new(k, v).and_then(|n| {
+                layer.check_queries(queries.q, n)?;
+                layer.check_output(n, &queries.out)?;
+                layer.check_choices(n, queries.like)
+            });
+            checked.map_err(|error| match rows.len() {
+                1 => error,
+                _ => {
+                    let error = Box::new(error);
+                    Error::InRow { row, error }
+                }
+            })?;
         }
         let before: Vec<usize> = layers.iter().map(|layer| layer.seq_len()).collect();
         let (queries, new): (Vec<_>, Vec<_>) =

@@ -15,7 +15,11 @@ const SIGNAL_PERIOD: Duration = Duration::from_millis(50);
 impl From<Error> for PyErr {
     fn from(error: Error) -> Self {
         let text = error.to_string();
-        match error {
+        let kind = match error {
+            Error::InRow { error, .. } => *error,
+            error => error,
+        };
+        match kind {
             Error::Dtype { .. } => PyTypeError::new_err(text),
             Error::Interrupted => PyKeyboardInterrupt::new_err(text),
             Error::Invariant(_) | Error::Poisoned(_) => PyRuntimeError::new_err(text),

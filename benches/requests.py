@@ -1,6 +1,6 @@
-"""Many requests on SmolLM2: forks of one document, second turns, prefill in chunks, batches.
+"""Many requests on SmolLM2: forks of one document, second turns, prefill in chunks, batches, beams.
 
-    python benches/requests.py                    # all, 15 minutes
+    python benches/requests.py                    # all, 20 minutes
     python benches/requests.py forks --context 7000
 
 Distances are KL divergences of next-token distributions, in nats, mean over positions that are fed
@@ -137,10 +137,63 @@ def chunks(model: Any, tokenizer: Any, context: int) -> None:
         print(f"  in chunks of {size}: {got:.5f}; prompt's log-probabilities {apart:.1e} apart")
 
 
+def rows(model: Any, tokenizer: Any, context: int) -> None:
+    """Rows of unequal lengths in one batch, and each alone: next-token distributions apart."""
+    lengths, more = (1, 300, 1500, min(4096, context)), 24
+    ids = text(tokenizer, lengths[-1] + more + 1)
+    print(f"rows of {lengths} tokens, then {more} one by one: KL from each row alone")
+    alone = []
+    for n in lengths:
+        cache = IceCache(model)
+        first = forward(model, cache, ids[:n])
+        alone.append([first, *feed(model, cache, ids[n : n + more])])
+    for side in ("left", "right"):
+        batch = torch.zeros(len(lengths), lengths[-1], dtype=torch.long)
+        mask = torch.zeros_like(batch)
+        for i, n in enumerate(lengths):
+            place = slice(lengths[-1] - n, None) if side == "left" else slice(n)
+            batch[i, place], mask[i, place] = torch.tensor(ids[:n]), 1
+        cache = IceCache(model)
+        last = mask.cumsum(1).argmax(1)
+        apart = 0.0
+        for step in range(more + 1):
+            positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -batch.shape[1] :]
+            with torch.no_grad():
+                out = model(batch, attention_mask=mask, position_ids=positions, cache=cache)
+            for i in range(len(lengths)):
+                at = int(last[i]) if step == 0 else 0
+                got = out.logits[i, at].double().log_softmax(0)
+                apart = max(apart, divergence([alone[i][step]], [got]))
+            batch = torch.tensor([ids[n + step : n + step + 1] for n in lengths])
+            mask = torch.cat([mask, torch.ones_like(batch)], dim=1)
+        print(f"  padded on the {side}: {apart:.1e} at most", flush=True)
+
+
+def beams(model: Any, tokenizer: Any, context: int) -> None:
+    """Beam search and prompt lookup: with the whole budget the text of full attention."""
+    ids = torch.tensor([text(tokenizer, min(context, 1500))])
+    ways: dict[str, dict[str, Any]] = {
+        "4 beams": {"num_beams": 4},
+        "prompt lookup": {"prompt_lookup_num_tokens": 5},
+    }
+    for name, options in ways.items():
+        said = []
+        for cache in (DynamicCache(), IceCache(model, 100_000), IceCache(model, 64)):
+            out = model.generate(ids, cache=cache, max_new_tokens=24, do_sample=False, **options)
+            said.append(out[0, ids.shape[1] :].tolist()[:24])
+            for layer in getattr(cache, "_replaced", []):
+                for row in layer.rows:
+                    row.store.check()
+        same = [sum(a == b for a, b in zip(said[0], other, strict=True)) for other in said[1:]]
+        print(f"{name}: of 24 tokens as full attention: whole budget {same[0]}, 64: {same[1]}")
+        if same[0] != 24:
+            raise SystemExit("with the whole budget another text than full attention's")
+
+
 def batches() -> None:
     """One step of a layer for several rows: one call for all, and a call for each."""
-    rows = load_rows("reference")
-    k, v, q = rows.k[14], rows.v[14], rows.q[7936][14]
+    real = load_rows("reference")
+    k, v, q = real.k[14], real.v[14], real.q[7936][14]
     print("a step of a layer of SmolLM2, 4,096 tokens a row, ms: a call each, one call, ratio")
     for count in (1, 2, 4, 8):
         caches = []
@@ -171,11 +224,13 @@ def text(tokenizer: Any, count: int) -> list[int]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])  # type: ignore[union-attr]
-    parser.add_argument("what", nargs="*", default=["forks", "turns", "chunks", "batches"])
+    parser.add_argument(
+        "what", nargs="*", default=["forks", "turns", "chunks", "rows", "beams", "batches"]
+    )
     parser.add_argument("--context", type=int, default=7000)
     args = parser.parse_args()
     measures: dict[str, Callable[[Any, Any, int], None]] = dict(
-        forks=forks, turns=turns, chunks=chunks
+        forks=forks, turns=turns, chunks=chunks, rows=rows, beams=beams
     )
     if unknown := set(args.what) - {*measures, "batches"}:
         parser.error(f"expected {sorted(measures)} or batches, got {sorted(unknown)}")

@@ -108,7 +108,6 @@ def test_sparse_rows_get_what_they_get_alone(name: str, side: str, reuse: int) -
                 assert row.store.stats().tokens_exact < 150
 
 
-@pytest.mark.slow
 @both_sides
 def test_rows_of_one_token_and_of_thousands(side: str) -> None:
     rows, more = texts(1, 4096, 700, 2500), steps(4)[:4]

@@ -386,7 +386,11 @@ def test_a_batch_with_something_wrong_appends_nothing():
     bad[1, 1, 0, 3] = np.nan
     half = cast("numpy-f16", v)
     cases = [
-        ((layers, q, bad, v), ValueError, r"k must be finite, got NaN at head 1, token 0 \(row 1 of the batch\)"),
+        (
+            (layers, q, bad, v),
+            ValueError,
+            r"k must be finite, got NaN at head 1, token 0 \(row 1 of the batch\)",
+        ),
         ((layers, q, k, half), TypeError, "one dtype"),
         ((layers, q[:1], k, v), ValueError, r"one row for each of 2 layers, got \[1, 2, 2\]"),
         ((layers, q[0], k, v), ValueError, "q must have 4 dimensions"),

@@ -41,7 +41,8 @@ PYTHON = """
     kernels.py device.py transfer.py pipeline.py
     sdpa.py
     layer.py device_layer.py tree.py
-    masks.py rows.py attention.py cache.py
+    modes.py masks.py rows.py stores.py
+    ice_layer.py attention.py cache.py
     policies/
     eval/
     bench/__init__.py
@@ -75,7 +76,8 @@ ONLY = {
 ONLY_IMPORTED = {
     "cupy": ("python/icecache/kernels.py",),
     "transformers": tuple(
-        f"python/icecache/{f}" for f in ("attention.py", "cache.py", "eval/", "bench/", "cli.py")
+        f"python/icecache/{f}"
+        for f in ("attention.py", "cache.py", "ice_layer.py", "eval/", "bench/", "cli.py")
     ),
     "icecache.reference": (),
 }

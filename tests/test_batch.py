@@ -26,10 +26,10 @@ from tiny_models import MODELS, REPLACED, VOCABULARY, gemma3, llama, qwen2_mixed
 from transformers import DynamicCache
 
 from icecache import IceCache, IceConfig, LayerCache
-from icecache.attention import IceLayer
-from icecache.cache import Stores
+from icecache.ice_layer import IceLayer
 from icecache.masks import RowMask, count, cut, outside, read_mask
 from icecache.reference import exact_attention
+from icecache.stores import Stores
 
 LENGTHS = (1, 37, 600, 4, 590, 64)
 both_sides = pytest.mark.parametrize("side", ["left", "right"])

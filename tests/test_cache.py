@@ -45,7 +45,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
 from icecache import IceCache, IceConfig, LayerCache, attach
-from icecache.attention import IceLayer, icecache_attention_forward
+from icecache.attention import icecache_attention_forward
+from icecache.ice_layer import IceLayer
 
 # Everything within the budget, and the index in use from the first token on.
 WHOLE: dict[str, Any] = dict(

@@ -7,11 +7,11 @@ from test_cache import CACHE
 from tiny_models import MODELS, VOCABULARY, llama, tokens
 
 from icecache import IceCache, IceConfig
-from icecache.cache import Stores
 from icecache.device_layer import DeviceLayerCache
 from icecache.eval.model import load_model
 from icecache.eval.texts import make_haystack
 from icecache.pipeline import Pipeline
+from icecache.stores import Stores
 from icecache.transfer import Transfer
 
 CONFIG = IceConfig(

@@ -27,7 +27,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from icecache import IceCache, IceConfig
-from icecache.cache import Stores
+from icecache.stores import Stores
 
 QUESTIONS = [tokens(n, seed=20 + n) for n in (3, 12, 1, 40)]
 

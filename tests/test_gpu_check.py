@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 from icecache import IceCache, IceConfig
 from icecache.bench.heads import Shape
-from icecache.cache import Stores
+from icecache.stores import Stores
 
 SMALL = gpu_check.Sizes(Shape(4, 2, 32), (1500, 2500), 6, 4096, 64, 2, 64, 600, 4)
 CONFIG = IceConfig(token_budget=32, dense_below=0)

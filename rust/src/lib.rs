@@ -19,6 +19,9 @@
 //! 4. The kept tokens are attended exactly; every other token counts through the mean of the
 //!    deepest node that was scored, and both are merged under one maximum ([`attend`]).
 //!
+//! A sequence that forks shares what both have; the index of a head is then several trees, and a step
+//! searches all ([`forest`]). Several sequences decode in one call (`Layer::decode_batch`).
+//!
 //! A layer that follows another does no step 3: it takes the tokens that the other selected, and one
 //! level of nodes without them for the rest ([`select::reuse`]).
 //!

@@ -811,6 +811,34 @@ def test_a_failed_forward_hides_nothing(place: str, again: bool) -> None:
     check(cache)
 
 
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+def test_what_was_hidden_before_comes_back_only_with_its_forward(name: str, fails: bool) -> None:
+    model = MODELS[name]()
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    ids, mask = padded(texts(60, 60), "left")
+    one, order = torch.ones(2, 1, dtype=torch.long), torch.tensor([1, 0])
+    hides = torch.cat([mask, one], dim=1)
+    hides[1, 57:60] = 0
+    for c in (cache, untouched):
+        forward(model, ids, c, attention_mask=mask)
+    failure = failing(model.model.layers[2].mlp) if fails else nullcontext()
+    raises = pytest.raises(Failure) if fails else nullcontext()
+    with failure, raises:
+        forward(model, one, cache, attention_mask=hides)
+    fork = cache.fork()
+    if not fails:
+        forward(model, one, untouched, attention_mask=hides)
+    for c in (cache, fork, untouched):
+        c.reorder_cache(order)
+    with pytest.raises(ValueError, match="output_attentions"):
+        forward(model, one, cache, output_attentions=True)
+    seen = torch.cat([mask if fails else hides[order], one], dim=1)
+    expected = forward(model, one, untouched, attention_mask=seen)
+    for c in (cache, fork):
+        assert torch.equal(forward(model, one, c, attention_mask=seen), expected)
+
+
 def test_a_second_turn_whose_first_chunk_is_padding_of_one_row() -> None:
     first, mask = padded(texts(60, 50), "left")
     second, more = padded(texts(90, 10), "left")

@@ -12,7 +12,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import pairwise
 from typing import Any
 
@@ -47,6 +47,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from icecache import IceCache, IceConfig, LayerCache, attach
 from icecache.attention import icecache_attention_forward
 from icecache.ice_layer import IceLayer
+from icecache.rows import Row
 
 # Everything within the budget, and the index in use from the first token on.
 WHOLE: dict[str, Any] = dict(
@@ -1267,3 +1268,59 @@ def test_what_counts_or_names_rows_must_be_whole_numbers() -> None:
             call()
     assert [len(layer.rows) for layer in cache.layers] == [2] * 4
     assert cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma3"])
+@pytest.mark.parametrize("crop", [0, 1, 3])
+def test_taking_a_failed_forward_back_may_be_interrupted_too(name: str, crop: int) -> None:
+    model = MODELS[name]()
+    ids, more = tokens(80).reshape(2, 40), tokens(6, seed=1).reshape(2, 3)
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    for c in (cache, untouched):
+        forward(model, ids, c)
+    with failing(model.model.layers[3].self_attn.v_proj), pytest.raises(Failure):
+        forward(model, more, cache)
+    with interrupted(Row, "keep", crop), suppress(Interrupted):
+        cache.crop(0)
+    fork = cache.fork()
+    expected = forward(model, more, untouched)
+    for c in (cache, fork):
+        assert torch.equal(forward(model, more, c), expected)
+
+
+def test_a_store_that_cannot_be_taken_back_at_once_is_later() -> None:
+    """The second Ctrl-C, while the layer that got the first takes its rows back."""
+    model = llama()
+    ids, more = tokens(80).reshape(2, 40), tokens(6, seed=1).reshape(2, 3)
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    for c in (cache, untouched):
+        forward(model, ids, c)
+    cut = interrupted(LayerCache, "decode_batch", 2)
+    with cut, interrupted(Row, "keep", 0), pytest.raises(Interrupted):
+        forward(model, more, cache)
+    expected = forward(model, more, untouched)
+    assert torch.equal(forward(model, more, cache), expected)
+
+
+def test_a_refused_crop_may_be_interrupted() -> None:
+    model = qwen2_mixed()
+    cache, untouched = (IceCache(model, **SPARSE) for _ in range(2))
+    for c in (cache, untouched):
+        forward(model, tokens(60), c)
+    module = sys.modules["icecache.cache"]
+    calls, inner = 0, module._set_state
+
+    def cut(*args: Any) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:  # two before the crop, two when it is refused
+            raise Interrupted
+        inner(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_set_state", cut)
+        with pytest.raises(Interrupted):
+            cache.crop(-3)
+    assert cache.get_seq_length() == 60
+    expected = forward(model, tokens(2), untouched)
+    assert torch.equal(forward(model, tokens(2), cache), expected)

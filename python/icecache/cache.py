@@ -300,18 +300,20 @@ class IceCache(Cache):
                 return
             plain = [(x, _state(x)) for x in self.layers if not isinstance(x, IceLayer)]
 
+            def take_back() -> None:
+                for layer, before in plain:
+                    _set_state(layer, before)
+
             def crop() -> None:
                 # Sliding layers may refuse, so they come first.
+                take_back()
                 try:
-                    for layer, before in plain:
-                        _set_state(layer, before)
+                    for layer, _ in plain:
                         # `crop(0)` empties one of transformers 5.4, and trims a recorded past.
                         if removed or getattr(layer, "record_past", False):
                             layer.crop(-removed)
                 except Exception:
-                    for layer, before in plain:
-                        _set_state(layer, before)
-                    self._unfinished = None
+                    self._apply(take_back)
                     raise
                 for layer in self._replaced:
                     layer.restore(length - removed)
@@ -322,10 +324,16 @@ class IceCache(Cache):
         """Forgets everything; the layers stay."""
         with self._lock:
             self._apply(self._reset_layers)
-            self._before.clear()
-            self._undone = True
+
+    def activate_past_recording(self, *args: Any, **kwargs: Any) -> Any:
+        """Tells sliding layers to keep what a crop may need (transformers 5.17 and later)."""
+        with self._lock:
+            self._finish()
+            return super().activate_past_recording(*args, **kwargs)  # type: ignore[misc,no-untyped-call,unused-ignore]
 
     def _reset_layers(self) -> None:
+        self._undone = True
+        self._before.clear()
         for layer in self.layers:
             _reset(layer)
 
@@ -375,6 +383,7 @@ class IceCache(Cache):
                 for layer, state in before:
                     _set_state(layer, state)
 
+            # Taken back, not finished, by the next call if it is interrupted.
             self._unfinished = take_back
             try:
                 for layer in self.layers:
@@ -470,6 +479,8 @@ class IceCache(Cache):
         length = self.get_seq_length()
 
         def is_ahead(layer: Any) -> bool:
+            if isinstance(layer, IceLayer):
+                return layer.exceeds(length)
             return isinstance(layer, CacheLayerMixin) and layer.get_seq_length() > length
 
         if layer_idx is not None and not is_ahead(self.layers[layer_idx]):
@@ -483,15 +494,20 @@ class IceCache(Cache):
             len(ahead),
             length,
         )
+
+        def take_back() -> None:
+            for index, layer in ahead.items():
+                if isinstance(layer, IceLayer):
+                    layer.undo(length)
+                elif type(layer) is DynamicLayer and length == 0:
+                    _reset(layer)
+                elif type(layer) is DynamicLayer:
+                    layer.crop(length - layer.get_seq_length())
+                elif type(layer) is DynamicSlidingWindowLayer:
+                    _set_state(layer, self._before[index])
+
+        self._apply(take_back)
         for index, layer in ahead.items():
-            if isinstance(layer, IceLayer):
-                layer.undo(length)
-            elif type(layer) is DynamicLayer and length == 0:
-                _reset(layer)
-            elif type(layer) is DynamicLayer:
-                layer.crop(length - layer.get_seq_length())
-            elif type(layer) is DynamicSlidingWindowLayer:
-                _set_state(layer, self._before[index])
             if layer.get_seq_length() != length:
                 raise RuntimeError(
                     f"expected layer {index} to go back to {length} tokens after a failed forward, "

@@ -105,7 +105,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         self.anchor = anchor
         self._scale: float | None = None
         self._waiting: _Waiting | None = None
-        # Where the last forward hid tokens that were stored: the columns before it, and the rows.
+        # If the last forward hid tokens that were stored: the columns and the rows before it.
         self._shown: tuple[int, list[Row]] | None = None
 
     @property
@@ -153,6 +153,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """
         self.require_batch(key_states.shape[0])
         self.lazy_initialization(key_states, value_states)
+        self._shown = None
         self._waiting = _Waiting(key_states, value_states, exact, reading or Reading())
         if kwargs is None:
             _thread.layer = self
@@ -241,7 +242,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def _hide(self, seen: list[RowMask]) -> None:
         """Drops last tokens that are hidden from now on, so that it can be undone."""
-        before, self._shown = self._columns, None
+        before = self._columns
         hidden = [cut(says.padding, before) for says in seen]
         if all(row.padding == runs for row, runs in zip(self.rows, hidden, strict=True)):
             return
@@ -373,10 +374,18 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def keep(self, columns: int) -> None:
         """Forgets the columns that wait, and all but the first `columns`."""
-        self._waiting = None
+        self._waiting = self._shown = None
         self._columns = min(self._columns, columns)
         for row in self.rows:
             row.keep(self._columns)
+
+    def exceeds(self, columns: int) -> bool:
+        """Whether it holds anything of a forward before which there were so many columns."""
+        return (
+            self._waiting is not None
+            or self._columns > columns
+            or any(row.tokens > columns - count(row.padding, columns) for row in self.rows)
+        )
 
     def undo(self, columns: int) -> None:
         """Takes back the last forward, before which there were so many columns."""
@@ -386,7 +395,7 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
 
     def restore(self, columns: int) -> None:
         """Keeps the first `columns` columns, and forgets that others could not be stored."""
-        self._waiting = None
+        self._waiting = self._shown = None
         self._columns = columns
         for row in self.rows:
             row.keep(columns, always=True)
@@ -407,6 +416,8 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         twin = IceLayer(self.index, self._factory, lock, anchor)
         twin.rows = [row.fork() for row in self.rows]
         twin._columns, twin._scale = self._columns, self._scale
+        if self._shown is not None:
+            twin._shown = self._shown[0], [row.fork() for row in self._shown[1]]
         twin.is_initialized = self.is_initialized
         return twin
 
@@ -440,11 +451,13 @@ class IceLayer(CacheLayerMixin):  # type: ignore[no-untyped-call]
         """Keeps the rows at `indices`, in that order, or those that a bool mask names."""
         if self._columns:
             self.rows = select(self.rows, row_indices(indices, len(self.rows)))
+            self._shown = None
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeats each row `repeats` times, as forks."""
         if self._columns:
             self.rows = select(self.rows, repeated(len(self.rows), repeats))
+            self._shown = None
 
 
 class _Thread(threading.local):

@@ -304,21 +304,21 @@ class IceCache(Cache):
                 for layer, before in plain:
                     _set_state(layer, before)
 
-            def crop() -> None:
-                # Sliding layers may refuse, so they come first.
-                take_back()
-                try:
-                    for layer, _ in plain:
-                        # `crop(0)` empties one of transformers 5.4, and trims a recorded past.
-                        if removed or getattr(layer, "record_past", False):
-                            layer.crop(-removed)
-                except Exception:
-                    self._apply(take_back)
-                    raise
+            def crop_replaced() -> None:
                 for layer in self._replaced:
                     layer.restore(length - removed)
 
-            self._apply(crop)
+            # Sliding layers may refuse, so they come first. Until all agree, it is taken back.
+            self._unfinished = take_back
+            try:
+                for layer, _ in plain:
+                    # `crop(0)` empties one of transformers 5.4, and trims a recorded past.
+                    if removed or getattr(layer, "record_past", False):
+                        layer.crop(-removed)
+            except Exception:
+                self._finish()
+                raise
+            self._apply(crop_replaced)
 
     def reset(self) -> None:
         """Forgets everything; the layers stay."""

@@ -637,6 +637,7 @@ def test_any_sequence_of_operations_keeps_every_row_in_full_attention(data: Any)
             fork.select(list(range(rows)))
             worlds.append(fork)
             fork.check()
+            continue  # a forward that failed before is undone by what comes next
         elif what == "drop" and len(worlds) > 1:
             worlds.remove(world)
             continue

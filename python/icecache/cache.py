@@ -198,9 +198,9 @@ class IceCache(Cache):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Called by the model: gives a layer its new rows, `[1, kv_heads, t, head_dim]`.
+        """Called by the model: gives a layer its new columns, `[rows, kv_heads, t, head_dim]`.
 
-        Returns what the attention function is to be given: the new rows alone on a replaced layer.
+        Returns what the attention function is to be given: the new ones alone on a replaced layer.
         """
         implementation = self._text_config._attn_implementation
         if implementation != ATTENTION_NAME:

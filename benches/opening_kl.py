@@ -32,7 +32,7 @@ from icecache.eval.model import load_model
 from icecache.eval.passkey import ask
 from icecache.eval.runs import FULL, Run
 from icecache.eval.texts import make_haystack
-from icecache.policies.dense import DenseLayer
+from icecache.policies.dense import DenseLayer, Positions
 from icecache.stats import LayerStats
 
 
@@ -57,8 +57,15 @@ class RuleLayer(DenseLayer):
         self._views, self._rule = views, rule
         self._rows_read = (0.0, 0.0)
 
-    def _attend_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def _attend(self, at: Positions) -> torch.Tensor:
+        steps = range(at.q.shape[2])
+        first = at.k.shape[1] - len(steps)
+        rows = [self._attend_one(at.q[:, :, i], at.k[:, : first + i + 1]) for i in steps]
+        return torch.stack(rows, dim=2)
+
+    def _attend_one(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
         out = torch.empty_like(q)
+        v = self._stored()[1]
         keys, values = [], []
         for head, tree in enumerate(self._views):
             view = copy(tree)

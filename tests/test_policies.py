@@ -39,11 +39,12 @@ def probabilities(q, k, scale):
 def expected_positions(name, probability, n, budget):
     """Per KV head, the positions that a policy's definition says it attends to."""
     sink = set(range(min(SINK, n)))
-    window = set(range(max(0, n - WINDOW), n))
+    window = set(range(max(SINK, n - 1 - WINDOW), n))
     chosen = []
     for head in probability.sum(dim=1):
-        rest = sorted(set(range(n)) - sink - window, key=lambda i, mass=head: -float(mass[i]))
-        found = {"full": rest, "window": [], "topk": rest[:budget]}[name]
+        rest = sorted(set(range(n)) - sink - window)
+        ranked = sorted(rest, key=lambda i, mass=head: -float(mass[i]))
+        found = {"full": rest, "window": rest[-budget:], "topk": ranked[:budget]}[name]
         chosen.append(sorted(sink | window | set(found)))
     return chosen
 
@@ -164,7 +165,7 @@ def test_wrong_input_is_refused():
 
 
 def test_names_make_the_layers_they_stand_for():
-    assert list(POLICIES) == ["full", "window", "topk", "pages", "icecache", "icecache-reuse"]
+    assert list(POLICIES) == ["full", "topk", "window", "pages", "icecache", "icecache-reuse"]
     with pytest.raises(ValueError, match=r"policy must be one of .* got 'quest'"):
         make_policy("quest", 64)
     with pytest.raises(TypeError, match="budgets"):

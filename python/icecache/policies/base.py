@@ -5,11 +5,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from icecache.stats import LayerStats
+
+_QUERY_CHUNK = 256
 
 
 class LayerLike(Protocol):
@@ -70,3 +75,36 @@ class LayerFactory(Protocol):
         scale: float | None,
         layer_index: int,
     ) -> LayerLike: ...
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One layer of a prompt that was read with full attention, shared by all policies.
+
+    k, v: `[kv_heads, n, head_dim]`; q: `[q_heads, n, head_dim]`, rotated, not scaled. Logits are
+    `scale * q @ k`.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    q: torch.Tensor
+    scale: float
+
+    def attention(self, start: int, stop: int) -> torch.Tensor:
+        """The softmax of positions `start` to `stop`, `[kv_heads, group, stop - start, stop]`."""
+        kv_heads, _, dim = self.k.shape
+        q = self.q[:, start:stop].float().reshape(kv_heads, -1, stop - start, dim) * self.scale
+        logits = q @ self.k[:, None, :stop].float().mT
+        later = torch.ones(stop - start, stop, dtype=torch.bool).triu(start + 1)
+        return torch.softmax(logits.masked_fill_(later, -torch.inf), dim=-1)
+
+    @cached_property
+    def mass(self) -> torch.Tensor:
+        """Attention that each token received from all positions of the prompt and all query heads
+        of its group, `[kv_heads, n]`. Takes n^2 products, once."""
+        n = self.k.shape[1]
+        mass = torch.zeros(self.k.shape[:2])
+        for start in range(0, n, _QUERY_CHUNK):
+            stop = min(start + _QUERY_CHUNK, n)
+            mass[:, :stop] += self.attention(start, stop).sum(dim=(1, 2))
+        return mass

@@ -1,25 +1,84 @@
-"""The common part of the policies that keep all keys and values in plain torch tensors."""
+"""The common part of the policies that are re-made over plain torch tensors.
+
+A policy is a `DenseLayer` with a method `choose`. Whatever it keeps where, all keys and values are
+here, and logits of everything are computed: a policy is judged by what it attends to and by what it
+would have read, not by its speed.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch.nn import functional
 
 from icecache.config import IceConfig
+from icecache.policies.base import Prompt
 from icecache.stats import LayerStats
 
 _QUERY_CHUNK = 512
 _DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
+WINDOW_SLACK = 32
+"""Tokens that the window grows by after a prefill before it begins to move, as a `LayerCache`'s."""
+
+
+@dataclass(frozen=True)
+class Positions:
+    """The last `t` of `n` stored positions, which are about to attend."""
+
+    q: torch.Tensor
+    """f32 `[kv_heads, group, t, head_dim]`, scaled: logits are `q @ k`."""
+    k: torch.Tensor
+    """`[kv_heads, n, head_dim]`."""
+    v: torch.Tensor
+    """`[kv_heads, n, head_dim]`."""
+    logits: torch.Tensor
+    """f32 `[kv_heads, group, t, n]`; -inf at what comes after a position."""
+    middle: torch.Tensor
+    """bool `[t, n]`: what is neither sink nor window of a position, nor after it. Of these it
+    chooses; sink and window are always attended to."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What positions attend to beside sink and window."""
+
+    exact: torch.Tensor
+    """bool, broadcasts to `[kv_heads, group, t, n]`: attended exactly. Only what is in `middle`
+    counts."""
+    search_rows: float
+    """Key rows read per KV head and position to choose, beyond those attended to. Bounds, codes and
+    centroids count as the part of a key row that they take."""
+    shift: torch.Tensor | None = None
+    """f32, broadcasts like `exact`: added to the logits, such as minus the logarithm of the
+    probability with which a token was sampled. Sink and window are not shifted."""
+    rest: tuple[torch.Tensor, torch.Tensor] | None = None
+    """What stands for tokens that are not attended to: logits f32 `[kv_heads, group, t, m]` (with
+    the logarithm of their number added; -inf leaves one out) and values f32
+    `[kv_heads, m, head_dim]`."""
+    rest_rows: float = 0.0
+    """Value rows of `rest` read per KV head and position."""
+
+
+def best(score: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` highest of those allowed, or all of them.
+
+    score: `[kv_heads, t, n]`; allowed: bool, broadcasts to it. Returns bool
+    `[kv_heads, 1, t, n]`, as `Choice.exact`.
+    """
+    score = score.masked_fill(~allowed, -torch.inf)
+    highest = score.topk(min(count, score.shape[-1]), dim=-1).indices
+    chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, highest, True)
+    return (chosen & allowed)[:, None]
 
 
 class DenseLayer:
     """Keys and values as two torch tensors; a subclass says which tokens a query attends to.
 
-    Logits and weights are f32 whatever the storage. The softmax runs over the chosen tokens only:
-    what is not chosen is dropped, and the weights of the rest are renormalised.
+    Logits and weights are f32 whatever the storage. The softmax runs over the chosen tokens and
+    what stands for the rest: what is neither is dropped.
     """
 
     def __init__(
@@ -31,7 +90,9 @@ class DenseLayer:
         scale: float | None = None,
         *,
         layer_index: int = 0,
+        below: DenseLayer | None = None,
     ) -> None:
+        """`below`: the layer before this one in the model, of the same sequence."""
         if num_kv_heads < 1 or num_q_heads % num_kv_heads:
             raise ValueError(
                 f"num_q_heads must be a multiple of num_kv_heads, got {num_q_heads}, {num_kv_heads}"
@@ -43,24 +104,21 @@ class DenseLayer:
         self.config = config
         self.scale = 1.0 / math.sqrt(head_dim) if scale is None else scale
         self.layer_index = layer_index
+        self.below = below
         self._k: torch.Tensor | None = None
         self._v: torch.Tensor | None = None
-        self._seq_len = 0
-        self._steps = 0
-        self._chosen = torch.empty((num_kv_heads, 0), dtype=torch.int64)
-        self._key_rows = 0
+        self._window = 0
+        self.reset()
 
-    def choose(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-        """The positions that one query position attends to.
+    def observe(self, prompt: Prompt) -> None:
+        """Called once, after the prompt is stored: indexes it."""
 
-        `q`: `[kv_heads, group, head_dim]`, scaled, f32. `k`: `[kv_heads, n, head_dim]`, the tokens
-        it may see. Returns `[kv_heads, m]` (int64, sorted, distinct), or None for all.
-        """
+    def choose(self, at: Positions) -> Choice | None:
+        """What the positions attend to beside sink and window; None for all."""
         raise NotImplementedError
 
-    def key_rows_read(self, n: int, chosen: int) -> int:
-        """Key rows read per KV head to choose and attend to `chosen` of `n` tokens."""
-        return chosen
+    def learn(self, at: Positions, weights: torch.Tensor) -> None:
+        """Called after attention, with its weights `[kv_heads, group, t, n]`."""
 
     @property
     def seq_len(self) -> int:
@@ -75,6 +133,8 @@ class DenseLayer:
         self, k: torch.Tensor, v: torch.Tensor, q: torch.Tensor | None = None
     ) -> torch.Tensor | None:
         self.append(k, v)
+        ends = self.config.sink_tokens, self._seq_len - self.config.window_tokens
+        self._window = max(self._window, *ends)
         return None if q is None else self.attend_exact(q)
 
     def decode(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -115,29 +175,42 @@ class DenseLayer:
         return grown
 
     def attend(self, q: torch.Tensor) -> torch.Tensor:
-        first = self._seq_len - self._check_queries(q)
+        t = self._check_queries(q)
         k, v = self._stored()
-        scaled = q.float() * self.scale
-        grouped = scaled.reshape(self.num_kv_heads, self.group, -1, self.head_dim)
-        out = torch.empty_like(q)
-        for i in range(q.shape[1]):
-            n = first + i + 1
-            row = self._attend_one(grouped[:, :, i], k[:, :n], v[:, :n])
-            out[:, i] = row.reshape(self.num_q_heads, self.head_dim)
-        self._steps += q.shape[1]
+        n = k.shape[1]
+        grouped = (q.float() * self.scale).reshape(self.num_kv_heads, self.group, t, self.head_dim)
+        position = torch.arange(n - t, n)[:, None]
+        token = torch.arange(n)
+        logits = (grouped.flatten(1, 2) @ k.float().mT).reshape(*grouped.shape[:3], n)
+        logits.masked_fill_(token > position, -torch.inf)
+        window = (position + 1 - self.config.window_tokens - WINDOW_SLACK).clamp(min=self._window)
+        middle = (token >= self.config.sink_tokens) & (token < window) & (token <= position)
+        at = Positions(grouped, k, v, logits, middle)
+        out = self._attend(at).reshape(self.num_q_heads, t, self.head_dim).to(q.dtype)
+        self._steps += t
         return out
 
-    def _attend_one(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """One position: `q` `[kv_heads, group, head_dim]`, scaled; output of the same shape."""
-        n = k.shape[1]
-        chosen = self.choose(q, k)
-        if chosen is not None:
-            index = chosen[:, :, None].expand(-1, -1, self.head_dim)
-            k, v = k.gather(1, index), v.gather(1, index)
-        self._chosen = torch.arange(n).expand(self.num_kv_heads, n) if chosen is None else chosen
-        self._key_rows = self.key_rows_read(n, k.shape[1])
-        weights = torch.softmax(q @ k.float().mT, dim=-1)
-        return weights @ v.float()
+    def _attend(self, at: Positions) -> torch.Tensor:
+        """Outputs f32 `[kv_heads, group, t, head_dim]`, and the statistics of the last position."""
+        n = at.k.shape[1]
+        choice = self.choose(at) if at.middle.any() else None
+        seen = at.logits > -torch.inf
+        exact = seen if choice is None else seen & (choice.exact | ~at.middle)
+        logits = at.logits
+        if choice is not None and choice.shift is not None:
+            logits = torch.where(at.middle, logits + choice.shift, logits)
+        logits = logits.masked_fill(~exact, -torch.inf)
+        values = at.v.float()
+        if choice is not None and choice.rest is not None:
+            logits = torch.cat([logits, choice.rest[0]], dim=-1)
+            values = torch.cat([values, choice.rest[1]], dim=1)
+        weights = torch.softmax(logits, dim=-1)
+        self.learn(at, weights[..., :n])
+        self._chosen = exact[:, :, -1].any(dim=1)
+        attended = float(self._chosen.sum()) / self.num_kv_heads
+        self._key_rows = attended + (0.0 if choice is None else choice.search_rows)
+        self._value_rows = attended + (0.0 if choice is None else choice.rest_rows)
+        return (weights.flatten(1, 2) @ values).reshape(at.q.shape)
 
     def attend_exact(self, q: torch.Tensor) -> torch.Tensor:
         first = self._seq_len - self._check_queries(q)
@@ -183,16 +256,18 @@ class DenseLayer:
         if not 0 <= n <= self._seq_len:
             raise ValueError(f"n must be between 0 and {self._seq_len}, got {n}")
         self._seq_len = n
+        self._window = min(self._window, n)
 
     def reset(self) -> None:
         self._k = self._v = None
         self._seq_len = 0
+        self._window = 0
         self._steps = 0
-        self._chosen = torch.empty((self.num_kv_heads, 0), dtype=torch.int64)
-        self._key_rows = 0
+        self._chosen = torch.zeros((self.num_kv_heads, 0), dtype=torch.bool)
+        self._key_rows = self._value_rows = 0.0
 
     def selected(self) -> list[np.ndarray]:
-        return [np.asarray(row.numpy(), dtype=np.int64) for row in self._chosen]
+        return [row.nonzero()[:, 0].numpy() for row in self._chosen]
 
     def stats(self) -> LayerStats:
         """There is no tree, so the two estimates are NaN. Unused room counts as index bytes."""
@@ -203,11 +278,10 @@ class DenseLayer:
             allocated = row_bytes * self._k.shape[1]
         kv_bytes = row_bytes * self._seq_len
         sink = min(self.config.sink_tokens, self._seq_len)
-        chosen = self._chosen.shape[1]
         return LayerStats(
             seq_len=self._seq_len,
             sink_tokens=sink,
-            window_tokens=min(self.config.window_tokens, self._seq_len - sink),
+            window_tokens=self._seq_len - max(self._window, sink),
             tree_tokens=0,
             pages=0,
             mean_page_fill=0.0,
@@ -216,9 +290,9 @@ class DenseLayer:
             index_bytes=allocated - kv_bytes,
             overhead=(allocated - kv_bytes) / kv_bytes if kv_bytes else 0.0,
             steps=self._steps,
-            tokens_exact=float(chosen),
-            key_rows_read=float(self._key_rows),
-            value_rows_read=float(chosen),
+            tokens_exact=float(self._chosen.sum()) / self.num_kv_heads,
+            key_rows_read=self._key_rows,
+            value_rows_read=self._value_rows,
             mass_exact=math.nan,
             error_estimate=math.nan,
             search_ms=0.0,

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-
-from icecache.policies.dense import DenseLayer
+from icecache.policies.dense import Choice, DenseLayer, Positions
 
 
 class FullLayer(DenseLayer):
     """What the other policies are measured against."""
 
-    def choose(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
+    def choose(self, at: Positions) -> Choice | None:
         return None

@@ -10,6 +10,7 @@ from typing import Any
 from icecache.config import IceConfig
 from icecache.layer import LayerCache
 from icecache.policies.base import LayerFactory, LayerLike
+from icecache.policies.dense import WINDOW_SLACK, DenseLayer
 from icecache.policies.full import FullLayer
 from icecache.policies.topk import TopKLayer
 from icecache.policies.window import WindowLayer
@@ -17,24 +18,79 @@ from icecache.policies.window import WindowLayer
 
 @dataclass(frozen=True, kw_only=True)
 class Policy:
-    """A kind of layer, the options it runs with, and which of them make a difference to it."""
+    """A kind of layer, the options it runs with, and what it would keep on a device.
 
-    layer: Callable[..., LayerLike]
+    what: one sentence. deployable: whether choosing costs less than attending to everything.
+    fetches: whether the rows it chooses lie in host memory and are fetched. answers: whether the
+    host sends up an output of its own part, for each query head. keeps: key and value rows (pairs)
+    per KV head that are always on the device, of `n` tokens.
+    """
+
+    what: str
+    layer: type[LayerCache] | type[DenseLayer]
     config: Callable[..., IceConfig] = IceConfig
     budgeted: bool = True
     seeded: bool = False
+    deployable: bool = True
+    fetches: bool = False
+    answers: bool = False
+    keeps: Callable[[int, IceConfig], float]
+
+
+def _everything(n: int, config: IceConfig) -> float:
+    return n
+
+
+def _sink_and_window(n: int, config: IceConfig) -> float:
+    return min(n, config.sink_tokens + config.window_tokens + WINDOW_SLACK)
+
+
+def _within_budget(n: int, config: IceConfig) -> float:
+    return min(n, _sink_and_window(n, config) + config.token_budget)
 
 
 POLICIES: dict[str, Policy] = {
-    "full": Policy(layer=FullLayer, budgeted=False),
-    "window": Policy(layer=WindowLayer, budgeted=False),
-    "topk": Policy(layer=TopKLayer),
-    # The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.
-    "pages": Policy(layer=LayerCache, config=IceConfig.paper, seeded=True),
-    "icecache": Policy(layer=LayerCache, seeded=True),
-    # Every third layer searches.
+    "full": Policy(
+        what="Full attention: every token, at every step.",
+        layer=FullLayer,
+        budgeted=False,
+        keeps=_everything,
+    ),
+    "topk": Policy(
+        what="The oracle: the best tokens by their true attention, the rest dropped.",
+        layer=TopKLayer,
+        deployable=False,
+        keeps=_everything,
+    ),
+    "window": Policy(
+        what="StreamingLLM: sink tokens and a longer window.",
+        layer=WindowLayer,
+        keeps=_within_budget,
+    ),
+    "pages": Policy(
+        what="The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.",
+        layer=LayerCache,
+        config=IceConfig.paper,
+        seeded=True,
+        fetches=True,
+        keeps=_sink_and_window,
+    ),
+    "icecache": Policy(
+        what="Tokens found by the tree, and a summary of all the rest.",
+        layer=LayerCache,
+        seeded=True,
+        fetches=True,
+        answers=True,
+        keeps=_sink_and_window,
+    ),
     "icecache-reuse": Policy(
-        layer=LayerCache, config=partial(IceConfig, reuse_layers=3), seeded=True
+        what="icecache that searches in every third layer only.",
+        layer=LayerCache,
+        config=partial(IceConfig, reuse_layers=3),
+        seeded=True,
+        fetches=True,
+        answers=True,
+        keeps=_sink_and_window,
     ),
 }
 
@@ -47,9 +103,13 @@ def policy_config(name: str, token_budget: int, **options: Any) -> IceConfig:
 
 
 def make_policy(name: str, token_budget: int, **options: Any) -> LayerFactory:
-    """A factory of the layers of the policy `name`; `options` are fields of `IceConfig`."""
+    """A factory of the layers of one sequence under the policy `name`, to be made in order.
+
+    `options` are fields of `IceConfig`.
+    """
     config = policy_config(name, token_budget, **options)
-    policy = POLICIES[name]
+    kind = POLICIES[name].layer
+    below: DenseLayer | None = None
 
     def build(
         *,
@@ -59,8 +119,11 @@ def make_policy(name: str, token_budget: int, **options: Any) -> LayerFactory:
         scale: float | None,
         layer_index: int,
     ) -> LayerLike:
-        return policy.layer(
-            num_q_heads, num_kv_heads, head_dim, config, scale, layer_index=layer_index
-        )
+        nonlocal below
+        shape = (num_q_heads, num_kv_heads, head_dim, config, scale)
+        if not issubclass(kind, DenseLayer):
+            return kind(*shape, layer_index=layer_index)
+        below = kind(*shape, layer_index=layer_index, below=below if layer_index else None)
+        return below
 
     return build

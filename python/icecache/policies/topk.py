@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from icecache.policies.dense import DenseLayer
+from icecache.policies.dense import Choice, DenseLayer, Positions, best
 
 
 class TopKLayer(DenseLayer):
@@ -14,16 +14,7 @@ class TopKLayer(DenseLayer):
     softmax over all tokens. Every key is read to find them: not a deployable policy.
     """
 
-    def choose(self, q: torch.Tensor, k: torch.Tensor) -> torch.Tensor | None:
-        n = k.shape[1]
-        sink, window = self.config.sink_tokens, self.config.window_tokens
-        budget = self.config.token_budget
-        if n <= sink + window + budget:
-            return None
-        mass = torch.softmax(q @ k.float().mT, dim=-1).sum(dim=1)
-        mass[:, :sink] = torch.inf
-        mass[:, n - window :] = torch.inf
-        return mass.topk(sink + window + budget, dim=-1).indices.sort(dim=-1).values
-
-    def key_rows_read(self, n: int, chosen: int) -> int:
-        return n
+    def choose(self, at: Positions) -> Choice | None:
+        mass = torch.softmax(at.logits, dim=-1).sum(dim=1)
+        unread = max(0, int(at.middle[-1].sum()) - self.config.token_budget)
+        return Choice(best(mass, at.middle, self.config.token_budget), float(unread))

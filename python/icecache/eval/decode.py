@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import Any, cast
@@ -17,7 +17,8 @@ from icecache.cache import IceCache
 from icecache.eval.errors import EvalError
 from icecache.eval.probe import Probe
 from icecache.eval.runs import Run
-from icecache.policies import LayerLike
+from icecache.eval.traffic import Traffic
+from icecache.policies import DenseLayer, LayerLike, Prompt
 
 _PREFILL_CHUNK = 512
 
@@ -28,6 +29,8 @@ class Prefill:
 
     layers: list[tuple[torch.Tensor, torch.Tensor]]
     length: int
+    prompts: list[Prompt] | None = None
+    """The same with queries, for policies that observe them."""
 
 
 def check_model(model: Any, positions: int) -> None:
@@ -75,57 +78,118 @@ class Step:
         return int(self.log_probs.argmax())
 
 
+@dataclass(frozen=True)
+class Cost:
+    """What the last position took, all layers together; terms as in `comparison.TextRow`."""
+
+    exact_tokens: float
+    read_bytes: float
+    moved_bytes: float
+    held_bytes: float
+
+
 class Decoder:
-    """Decodes after a prefill with the layers of one run, one token after another.
+    """Decodes after a prefill with the layers of one run.
 
     The first step also stores the prefill in the layers, which builds their indexes. `options`
-    override those of the run.
+    override those of the run; `wrap` may replace each layer by another one around it.
     """
 
-    def __init__(self, model: Any, context: Prefill, run: Run, **options: Any) -> None:
+    def __init__(
+        self,
+        model: Any,
+        context: Prefill,
+        run: Run,
+        *,
+        wrap: Callable[[LayerLike], LayerLike] = lambda layer: layer,
+        **options: Any,
+    ) -> None:
         self.run = run
         self.seq_len = context.length
         self._model = model
         self._probes: list[Probe] = []
+        self._traffic: list[Traffic] = []
+        config = run.config(**options)
         factory = run.factory(**options)
 
         def filled(
             *,
             num_q_heads: int,
+            num_kv_heads: int,
+            head_dim: int,
             scale: float | None,
             layer_index: int,
             device: torch.device,
-            **shape: int,
         ) -> Any:
             layer: LayerLike = factory(
-                num_q_heads=num_q_heads, scale=scale, layer_index=layer_index, **shape
+                num_q_heads=num_q_heads,
+                num_kv_heads=num_kv_heads,
+                head_dim=head_dim,
+                scale=scale,
+                layer_index=layer_index,
             )
             layer.prefill(*context.layers[layer_index])
-            self._probes.append(Probe(layer, num_q_heads, scale, armed=self._measure_mass))
+            if isinstance(layer, DenseLayer) and context.prompts is not None:
+                layer.observe(context.prompts[layer_index])
+            self._traffic.append(Traffic(run.policy, config, num_q_heads, head_dim))
+            self._probes.append(Probe(wrap(layer), num_q_heads, scale, armed=self._watching))
             return self._probes[-1]
 
-        self._measure_mass = False
-        self._cache = IceCache(model, config=run.config(**options), layer_factory=filled)
+        self._watching = False
+        self._cache = IceCache(model, config=config, layer_factory=filled)
 
     @torch.inference_mode()
+    def read(self, tokens: Sequence[int], *, watch: bool = False) -> torch.Tensor:
+        """Feeds tokens in one forward, each of which chooses for itself what it attends to.
+
+        Returns log-probabilities of the next tokens, f32 `[len(tokens), vocabulary]`. With `watch`
+        the heads are compared with full attention at the last position (`heads`).
+        """
+        self._watching = watch
+        for probe in self._probes:
+            probe.armed = watch
+        logits = forward(self._model, tokens, self.seq_len, self._cache, len(tokens))
+        self.seq_len += len(tokens)
+        return torch.log_softmax(logits.float(), dim=-1)
+
     def step(self, token: int, *, measure_mass: bool = False) -> Step:
         """Feeds one token. Measuring the true mass reads every key, so `ms` means little then."""
-        self._measure_mass = measure_mass
-        for probe in self._probes:
-            probe.armed = measure_mass
         started = time.perf_counter()
-        logits = forward(self._model, [token], self.seq_len, self._cache)
+        log_probs = self.read([token], watch=measure_mass)[0]
         elapsed = time.perf_counter() - started
-        self.seq_len += 1
         stats = [probe.stats() for probe in self._probes]
         return Step(
-            log_probs=torch.log_softmax(logits.float(), dim=-1),
+            log_probs=log_probs,
             ms=1e3 * elapsed,
             tokens_exact=fmean(s.tokens_exact for s in stats),
             key_share=fmean(s.key_rows_read / s.seq_len for s in stats),
             value_share=fmean(s.value_rows_read / s.seq_len for s in stats),
-            true_mass=fmean(p.true_mass for p in self._probes) if measure_mass else None,
+            true_mass=fmean(p.mass.mean() for p in self._probes) if measure_mass else None,
         )
+
+    def cost(self) -> Cost:
+        """Of the last position. What it moved is told from what the positions fed since the last
+        call left on the device: call it after each of some positions that are fed one by one."""
+        stats = [probe.stats() for probe in self._probes]
+        moved, held = 0.0, 0.0
+        for traffic, probe, one in zip(self._traffic, self._probes, stats, strict=True):
+            layer_moved, layer_held = traffic.step(probe.selected(), one)
+            moved += layer_moved
+            held += layer_held
+        return Cost(
+            exact_tokens=fmean(s.tokens_exact for s in stats),
+            # A row of keys or values of all heads is this many bytes.
+            read_bytes=sum(
+                (s.key_rows_read + s.value_rows_read) * s.kv_bytes / (2 * s.seq_len) for s in stats
+            ),
+            moved_bytes=moved,
+            held_bytes=held,
+        )
+
+    def heads(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Per layer, of the last position of a watched `read`: `mass` and `error` of each KV head,
+        `[kv_heads]`; terms as in `comparison.HeadRow`."""
+        return [(probe.mass, probe.error) for probe in self._probes]
 
     def crop(self, tokens: int) -> None:
         """Takes back the last `tokens` positions."""
@@ -138,8 +202,10 @@ class Decoder:
         return sum(s.kv_bytes for s in stats), sum(s.index_bytes for s in stats)
 
 
-def forward(model: Any, ids: Sequence[int], position: int, cache: Any) -> torch.Tensor:
-    """Feeds `ids`, the first of them at `position`; logits of the last one, `[vocabulary]`."""
+def forward(
+    model: Any, ids: Sequence[int], position: int, cache: Any, last: int = 1
+) -> torch.Tensor:
+    """Feeds `ids`, the first of them at `position`; logits of the `last`, `[last, vocabulary]`."""
     parameters = inspect.signature(model.forward).parameters
     name = "cache" if "cache" in parameters else "past_key_values"
     # Positions are given because the cache of a `Decoder` is filled only when it is first used.
@@ -148,7 +214,7 @@ def forward(model: Any, ids: Sequence[int], position: int, cache: Any) -> torch.
         torch.tensor([list(ids)]),
         position_ids=positions,
         use_cache=True,
-        logits_to_keep=1,
+        logits_to_keep=last,
         **{name: cache},
     )
-    return cast(torch.Tensor, output.logits[0, -1])
+    return cast(torch.Tensor, output.logits[0])

@@ -13,9 +13,10 @@ from icecache.policies import LayerLike
 class Probe:
     """A `LayerLike` that passes everything on to another one and watches it decode.
 
-    While `armed`, each `decode` is followed by the true share of the full softmax, computed with
-    this query and all stored keys, on the tokens that the layer attended exactly: `true_mass`,
-    the mean over query heads, of the last position.
+    While `armed`, each `decode` is followed by full attention of its last position, with this query
+    and all stored keys. Of every KV head, `[kv_heads]`: `mass`, the true share of the softmax on
+    the tokens that were attended exactly, and `error`, |output - exact output| / |exact output|;
+    both are means over the query heads of the group.
     """
 
     def __init__(
@@ -25,7 +26,7 @@ class Probe:
         self._num_q_heads = num_q_heads
         self._scale = scale
         self.armed = armed
-        self.true_mass = math.nan
+        self.mass = self.error = torch.tensor([math.nan])
 
     def decode(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, like: Probe | None = None
@@ -33,21 +34,24 @@ class Probe:
         others: dict[str, Any] = {} if like is None else {"like": like._layer}
         out: torch.Tensor = self._layer.decode(q, k, v, **others)
         if self.armed:
-            self.true_mass = self._measure(q[:, -1])
+            self._measure(q[:, -1], out[:, -1])
         return out
 
-    def _measure(self, q: torch.Tensor) -> float:
-        keys, _ = self._layer.gather()
-        keys = torch.as_tensor(keys).float()
+    def _measure(self, q: torch.Tensor, out: torch.Tensor) -> None:
+        keys, values = (torch.as_tensor(rows).float() for rows in self._layer.gather())
         kv_heads, _, head_dim = keys.shape
         scale = 1.0 / math.sqrt(head_dim) if self._scale is None else self._scale
         grouped = q.float().reshape(kv_heads, self._num_q_heads // kv_heads, head_dim)
         probability = torch.softmax(grouped @ keys.mT * scale, dim=-1)
-        per_head = [
-            probability[head][:, torch.as_tensor(positions)].sum(dim=-1)
-            for head, positions in enumerate(self._layer.selected())
-        ]
-        return float(torch.cat(per_head).mean())
+        self.mass = torch.stack(
+            [
+                probability[head][:, torch.as_tensor(positions)].sum(dim=-1).mean()
+                for head, positions in enumerate(self._layer.selected())
+            ]
+        )
+        exact = probability @ values
+        error = (out.float().reshape(exact.shape) - exact).norm(dim=-1) / exact.norm(dim=-1)
+        self.error = error.mean(dim=1)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._layer, name)

@@ -8,7 +8,17 @@ topk      the oracle: the best possible tokens, the rest dropped
 registry  names; also "pages" (the paper IceCache) and "icecache", both a `LayerCache`
 """
 
-from icecache.policies.base import LayerFactory, LayerLike
+from icecache.policies.base import LayerFactory, LayerLike, Prompt
+from icecache.policies.dense import DenseLayer
 from icecache.policies.registry import POLICIES, Policy, make_policy, policy_config
 
-__all__ = ["POLICIES", "LayerFactory", "LayerLike", "Policy", "make_policy", "policy_config"]
+__all__ = [
+    "POLICIES",
+    "DenseLayer",
+    "LayerFactory",
+    "LayerLike",
+    "Policy",
+    "Prompt",
+    "make_policy",
+    "policy_config",
+]

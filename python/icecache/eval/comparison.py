@@ -8,6 +8,7 @@ machine holds them.
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -114,19 +115,28 @@ class Comparison:
     heads: list[HeadRow] = field(default_factory=list)
 
     def write(self, path: Path) -> None:
-        """As JSON; `EvalError` if the file cannot be written."""
+        """As JSON, one row a line; a file that is there is replaced when the new one is whole.
+        `EvalError` if it cannot be written."""
+        parts = [f'"config": {json.dumps(self.config, indent=1)}']
+        for name in _KINDS:
+            rows = ",\n".join(json.dumps(asdict(row)) for row in getattr(self, name))
+            parts.append(f'"{name}": [\n{rows}\n]')
+        whole = path.with_name(f".{path.name}.{os.getpid()}")
         try:
-            path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+            whole.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+            whole.replace(path)
         except OSError as error:
             raise EvalError(f"cannot write {path}: {error}") from error
 
     @classmethod
     def read(cls, path: Path) -> Comparison:
         """The inverse of `write`; `EvalError` if the file is none."""
-        kinds = {"texts": TextRow, "tasks": TaskRow, "drift": DriftRow, "heads": HeadRow}
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            rows = {name: [kind(**row) for row in found[name]] for name, kind in kinds.items()}
+            rows = {name: [kind(**row) for row in found[name]] for name, kind in _KINDS.items()}
             return cls(config=found["config"], **rows)
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise EvalError(f"{path} holds no comparison: {error}") from error
+
+
+_KINDS: dict[str, Any] = {"texts": TextRow, "tasks": TaskRow, "drift": DriftRow, "heads": HeadRow}

@@ -1,0 +1,61 @@
+"""What a long measurement has done so far, kept in its result file so that it can go on there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from icecache.eval.comparison import Comparison, DriftRow, HeadRow, TaskRow, TextRow
+from icecache.eval.errors import EvalError
+
+
+class Ledger:
+    """The rows of a comparison, written to `path` after each addition; in memory alone for None.
+
+    A file that is there is taken up if it has the same config; else `EvalError`.
+    """
+
+    def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
+        self._path = path
+        self.comparison = Comparison(config=config)
+        if path is not None and path.exists() and path.stat().st_size:
+            found = Comparison.read(path)
+            if other := [key for key in config if found.config.get(key) != config[key]]:
+                raise EvalError(
+                    f"{path} holds another comparison, of other {', '.join(other)}: "
+                    "give another file, or delete it"
+                )
+            self.comparison = found
+
+    def text_row(self, text: str, policy: str, budget: int | None, equal: str) -> TextRow | None:
+        """The row of one policy at one budget, if it was measured."""
+        wanted = (text, policy, budget, equal)
+        for row in self.comparison.texts:
+            if (row.text, row.policy, row.budget, row.equal) == wanted:
+                return row
+        return None
+
+    def has_task(self, task: str, instance: int, policy: str, budget: int | None) -> bool:
+        wanted = (task, instance, policy, budget)
+        rows = self.comparison.tasks
+        return any((r.task, r.instance, r.policy, r.budget) == wanted for r in rows)
+
+    def has_drift(self, text: str, budget: int) -> bool:
+        return any((row.text, row.budget) == (text, budget) for row in self.comparison.drift)
+
+    def add(
+        self,
+        *,
+        texts: Sequence[TextRow] = (),
+        tasks: Sequence[TaskRow] = (),
+        drift: Sequence[DriftRow] = (),
+        heads: Sequence[HeadRow] = (),
+    ) -> None:
+        """All of one measurement at once: a file never holds a part of one."""
+        self.comparison.texts.extend(texts)
+        self.comparison.tasks.extend(tasks)
+        self.comparison.drift.extend(drift)
+        self.comparison.heads.extend(heads)
+        if self._path is not None:
+            self.comparison.write(self._path)

@@ -1,4 +1,4 @@
-"""The command `icecache`: `demo`, `eval`, and `bench step|build|insert|generate`.
+"""The command `icecache`: `demo`, `eval`, `purity`, and `bench step|build|insert|generate`.
 
 Heavy modules are imported when a command runs, so that `--help` and `--version` answer at once.
 """
@@ -206,6 +206,43 @@ def evaluate(
     Console().print(table)
     if json is not None:
         report.write_json(json, report.describe(model, runs, **settings), rows)
+
+
+@app.command()
+def purity(
+    model: ModelOption = "smollm2",
+    text: TextOption = None,
+    context: Annotated[int, typer.Option(min=2, help="Tokens read.")] = 7936,
+    budget: BudgetOption = 64,
+    positions: Annotated[
+        int, typer.Option(min=1, help="Last ones, whose queries are looked at.")
+    ] = 32,
+    skip_chars: Annotated[int, typer.Option(min=0, help="Characters of the text to skip.")] = 0,
+    json: JsonOption = None,
+) -> None:
+    """What pages bring: pages of similar tokens, of spans of positions, and of any tokens."""
+    from icecache.eval import report, texts
+    from icecache.eval.calibration import calibration_table
+    from icecache.eval.capture import capture
+    from icecache.eval.decode import check_model
+    from icecache.eval.model import load_model
+    from icecache.eval.purity import measure_purity, purity_table
+    from icecache.eval.runs import Run
+
+    name, content = texts.read_text(text, skip_chars)
+    language_model, tokenizer = load_model(model)
+    check_model(language_model, context)
+    ids = texts.first_tokens(tokenizer, name, content, context)
+    settings = {"text": name, "context": context, "positions": positions, "skip_chars": skip_chars}
+    runs = [Run("pages", budget), Run("icecache", budget)]
+    config = report.describe(model, runs, **settings)
+    with _progress() as progress:
+        captured = capture(language_model, ids, [context], positions, progress)
+        measured = measure_purity(captured, context, budget, config, progress)
+    Console().print(purity_table(measured.rows))
+    Console().print(calibration_table(measured.calibration))
+    if json is not None:
+        measured.write(json)
 
 
 @bench_app.command("step")

@@ -10,16 +10,12 @@ import argparse
 import inspect
 import os
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
-from transformers import AttentionInterface
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 
-from icecache.eval.decode import prefill
+from icecache.eval.capture import capture
 from icecache.eval.errors import EvalError
 from icecache.eval.model import cache_dir, load_model
 from icecache.eval.texts import first_tokens, read_text
@@ -30,7 +26,7 @@ CONTEXT = 7936
 MORE = 65
 """Tokens kept after the context, for next-token distributions."""
 LENGTHS = (2048, 4096, CONTEXT)
-"""Positions whose last queries are kept; multiples of 256, where chunks of a prefill end."""
+"""Positions whose last queries are kept."""
 QUERIES = 32
 
 
@@ -83,26 +79,14 @@ def content(name: str) -> str:
 
 
 def _capture(name: str) -> Rows:
-    queries: dict[int, list[torch.Tensor]] = {n: [] for n in LENGTHS}
-
-    def capture(
-        module: Any, query: torch.Tensor, key: torch.Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor, None]:
-        if key.shape[2] in queries:
-            queries[key.shape[2]].append(query[0, :, -QUERIES:].clone())
-        return sdpa_attention_forward(module, query, key, *args, **kwargs)
-
-    AttentionInterface.register("capture", capture)
-    AttentionMaskInterface.register("capture", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
     model, tokenizer = load_model()
-    model.set_attn_implementation("capture")
     ids = first_tokens(tokenizer, name, content(name), CONTEXT + MORE)
     with Progress(console=Console(stderr=True), transient=True) as progress:
-        context = prefill(model, ids[:CONTEXT], progress)
+        captured = capture(model, ids[:CONTEXT], LENGTHS, QUERIES, progress)
     return Rows(
         name=name,
         ids=ids,
-        k=torch.stack([k for k, _ in context.layers]),
-        v=torch.stack([v for _, v in context.layers]),
-        q={n: torch.stack(rows) for n, rows in queries.items()},
+        k=torch.stack([k for k, _ in captured.layers]),
+        v=torch.stack([v for _, v in captured.layers]),
+        q={n: torch.stack(rows) for n, rows in captured.queries.items()},
     )

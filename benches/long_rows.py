@@ -10,7 +10,8 @@ import argparse
 import torch
 
 from icecache.bench.lengthen import lengthen
-from icecache.bench.rows import LENGTHS, TEXTS, load_rows
+from icecache.bench.rows import LENGTHS, load_rows
+from icecache.eval.texts import TEXTS
 
 TOP = 64
 

@@ -34,7 +34,8 @@ from rules import (
 )
 
 from icecache.bench.lengthen import lengthen
-from icecache.bench.rows import CONTEXT, TEXTS, load_rows
+from icecache.bench.rows import CONTEXT, load_rows
+from icecache.eval.texts import TEXTS
 
 RESULTS = Path(__file__).parent.parent / "results"
 SHIPPED = share_of_lowest(SHARE)

@@ -25,13 +25,13 @@ from rich.progress import Progress
 from tree_view import Step, View, decode
 
 from icecache import LayerCache
-from icecache.bench.rows import CONTEXT, TEXTS, load_rows
+from icecache.bench.rows import CONTEXT, load_rows
 from icecache.eval.decode import Decoder, Prefill, prefill
 from icecache.eval.kl import divergence, feed
 from icecache.eval.model import load_model
 from icecache.eval.passkey import ask
 from icecache.eval.runs import FULL, Run
-from icecache.eval.texts import make_haystack
+from icecache.eval.texts import TEXTS, make_haystack
 from icecache.policies.dense import DenseLayer, Positions
 from icecache.stats import LayerStats
 

@@ -11,7 +11,8 @@ import argparse
 import numpy as np
 
 from icecache import DciTree
-from icecache.bench.rows import CONTEXT, TEXTS, load_rows
+from icecache.bench.rows import CONTEXT, load_rows
+from icecache.eval.texts import TEXTS
 
 K = 16
 

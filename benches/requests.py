@@ -22,10 +22,10 @@ import torch
 from transformers import DynamicCache
 
 from icecache import IceCache, IceConfig, LayerCache
-from icecache.bench.rows import content, load_rows
+from icecache.bench.rows import load_rows
 from icecache.eval import decode
 from icecache.eval.model import load_model
-from icecache.eval.texts import encode, first_tokens, read_text
+from icecache.eval.texts import built_in, encode, first_tokens, read_text
 
 FORKS, QUESTION, ANSWER = 10, 40, 32
 """Forks of a document; tokens of the question that each is asked, and of the answer."""
@@ -57,7 +57,7 @@ def resident() -> int:
 def forks(model: Any, tokenizer: Any, context: int) -> None:
     """Ten questions about one document: its cache forked for each, and prefilled for each alone."""
     document = text(tokenizer, context)
-    asked = encode(tokenizer, content("argparse"))
+    asked = encode(tokenizer, built_in("argparse"))
     step = QUESTION + ANSWER
     asked = [asked[i * step : (i + 1) * step] for i in range(FORKS)]
     full = DynamicCache()

@@ -19,9 +19,10 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMa
 
 from icecache import IceConfig
 from icecache._icecache import Layer
-from icecache.bench.rows import CONTEXT, TEXTS, Rows, load_rows
+from icecache.bench.rows import CONTEXT, Rows, load_rows
 from icecache.eval.decode import forward
 from icecache.eval.model import load_model
+from icecache.eval.texts import TEXTS
 
 STEPS, WARM = 256, 32
 DEVICE_TOKENS = (64, 128, 256, 512)

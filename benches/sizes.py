@@ -20,7 +20,8 @@ from opening import numbers
 from tree_view import OPTIONS
 
 from icecache import IceConfig, LayerCache
-from icecache.bench.rows import CONTEXT, TEXTS, load_rows
+from icecache.bench.rows import CONTEXT, load_rows
+from icecache.eval.texts import TEXTS
 
 DEFAULT = IceConfig()
 OPTION_VALUES: dict[str, tuple[object, ...]] = {

@@ -1,13 +1,11 @@
 """Keys, values and queries of SmolLM2-135M-Instruct on texts that every machine has.
 
 Computed once per text, with full attention, and kept beside the model in the user's cache folder
-(280 MB a text). Python's own version decides the texts.
+(280 MB a text).
 """
 
 from __future__ import annotations
 
-import argparse
-import inspect
 import os
 from dataclasses import dataclass
 
@@ -18,10 +16,8 @@ from rich.progress import Progress
 from icecache.eval.capture import capture
 from icecache.eval.errors import EvalError
 from icecache.eval.model import cache_dir, load_model
-from icecache.eval.texts import first_tokens, read_text
+from icecache.eval.texts import built_in, first_tokens
 
-TEXTS = ("reference", "reference-60000", "argparse")
-"""Python's reference from its start and from character 60,000 on; the source of a long module."""
 CONTEXT = 7936
 MORE = 65
 """Tokens kept after the context, for next-token distributions."""
@@ -71,16 +67,9 @@ def load_rows(name: str) -> Rows:
     return Rows(**torch.load(path, mmap=True))
 
 
-def content(name: str) -> str:
-    """The text itself."""
-    if name == "argparse":
-        return inspect.getsource(argparse)
-    return read_text(None, int(name.partition("-")[2] or 0))[1]
-
-
 def _capture(name: str) -> Rows:
     model, tokenizer = load_model()
-    ids = first_tokens(tokenizer, name, content(name), CONTEXT + MORE)
+    ids = first_tokens(tokenizer, name, built_in(name), CONTEXT + MORE)
     with Progress(console=Console(stderr=True), transient=True) as progress:
         captured = capture(model, ids[:CONTEXT], LENGTHS, QUERIES, progress)
     return Rows(

@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from rich.progress import Progress
@@ -21,8 +21,10 @@ from icecache.eval.comparison import HeadRow, TaskRow, TextRow
 from icecache.eval.decode import Cost, Decoder, Prefill
 from icecache.eval.ledger import Ledger
 from icecache.eval.runs import FULL, Run
-from icecache.eval.tasks import Question
 from icecache.policies import POLICIES, Prompt
+
+if TYPE_CHECKING:
+    from icecache.eval.tasks import Question
 
 CHUNK = 16
 """Tokens fed at a time."""
@@ -76,7 +78,9 @@ def compare_texts(
         others = dict.fromkeys(
             run.policy
             for run in runs
-            if run.budget is not None and run.policy != "icecache" and POLICIES[run.policy].deployable
+            if run.budget is not None
+            and run.policy != "icecache"
+            and POLICIES[run.policy].deployable
         )
         progress.update(task, total=len(runs) + len(icecache) * len(others))
         for run in icecache:
@@ -152,7 +156,7 @@ class _Text:
             if watch:
                 heads.append(decoder.heads())
             self._progress.advance(task, len(tokens))
-        for number, token in enumerate(fed[together:]):
+        for token in fed[together:]:
             watch = not heads
             log_probs.append(decoder.read([token], watch=watch))
             costs.append(decoder.cost())

@@ -101,7 +101,7 @@ class Decoder:
         context: Prefill,
         run: Run,
         *,
-        wrap: Callable[[LayerLike], LayerLike] = lambda layer: layer,
+        wrap: Callable[[Any], Any] = lambda layer: layer,
         **options: Any,
     ) -> None:
         self.run = run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,24 @@ from icecache.eval.errors import EvalError
 class Ledger:
     """The rows of a comparison, written to `path` after each addition; in memory alone for None.
 
-    A file that is there is taken up if it has the same config; else `EvalError`.
+    A file that is there is taken up, its rows stay: `EvalError` unless what `config` has under the
+    names `alike` is the same there.
     """
 
-    def __init__(self, path: Path | None, config: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: Path | None, config: Mapping[str, Any], alike: Sequence[str] = ()
+    ) -> None:
         self._path = path
         self.comparison = Comparison(config=config)
         if path is not None and path.exists() and path.stat().st_size:
             found = Comparison.read(path)
-            if other := [key for key in config if found.config.get(key) != config[key]]:
-                raise EvalError(
-                    f"{path} holds another comparison, of other {', '.join(other)}: "
-                    "give another file, or delete it"
-                )
-            self.comparison = found
+            for name in alike:
+                if (there := found.config.get(name)) != config[name]:
+                    raise EvalError(
+                        f"{path} holds a comparison with {name} {there!r}, this one has "
+                        f"{config[name]!r}: give another file, or delete it"
+                    )
+            self.comparison = replace(found, config=config)
 
     def text_row(self, text: str, policy: str, budget: int | None, equal: str) -> TextRow | None:
         """The row of one policy at one budget, if it was measured."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import argparse
+import inspect
 import random
 import re
 from collections.abc import Iterator
@@ -13,6 +15,9 @@ from typing import Any
 from icecache.eval.errors import EvalError
 
 PYDOC = "pydoc_data.topics"
+TEXTS = ("reference", "reference-60000", "argparse")
+"""That every machine has: Python's reference from its start and from character 60,000 on, and the
+source of a long module. Python's own version decides them."""
 HAYSTACKS = ("filler", "prose")
 
 _HEADER = (
@@ -38,6 +43,13 @@ def read_text(path: Path | None, skip_chars: int = 0) -> tuple[str, str]:
         except (OSError, UnicodeDecodeError) as error:
             raise EvalError(f"cannot read {path}: {error}") from error
     return name, text[skip_chars:]
+
+
+def built_in(name: str) -> str:
+    """The content of one of `TEXTS`."""
+    if name == "argparse":
+        return inspect.getsource(argparse)
+    return read_text(None, int(name.partition("-")[2] or 0))[1]
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -9,9 +9,13 @@ from typing import Any
 
 from icecache.config import IceConfig
 from icecache.layer import LayerCache
+from icecache.policies.arkvale import ArkValeLayer
 from icecache.policies.base import LayerFactory, LayerLike
 from icecache.policies.dense import WINDOW_SLACK, DenseLayer
 from icecache.policies.full import FullLayer
+from icecache.policies.h2o import H2OLayer
+from icecache.policies.quest import QuestLayer
+from icecache.policies.snapkv import SnapKVLayer
 from icecache.policies.topk import TopKLayer
 from icecache.policies.window import WindowLayer
 
@@ -67,6 +71,29 @@ POLICIES: dict[str, Policy] = {
         layer=WindowLayer,
         keeps=_within_budget,
     ),
+    "h2o": Policy(
+        what="H2O: tokens by the attention they received so far, others evicted.",
+        layer=H2OLayer,
+        keeps=_within_budget,
+    ),
+    "snapkv": Policy(
+        what="SnapKV: tokens that the end of the prompt attends to, chosen once.",
+        layer=SnapKVLayer,
+        keeps=_within_budget,
+    ),
+    "quest": Policy(
+        what="Quest: pages of 16 tokens by the minimum and maximum of their keys.",
+        layer=QuestLayer,
+        keeps=lambda n, config: n * (1 + 1 / min(QuestLayer.PAGE, config.token_budget)),
+    ),
+    "arkvale": Policy(
+        what="ArkVale: pages of 32 tokens by a ball around their keys, recalled from the host.",
+        layer=ArkValeLayer,
+        fetches=True,
+        keeps=lambda n, config: (
+            _sink_and_window(n, config) + n / (2 * min(ArkValeLayer.PAGE, config.token_budget))
+        ),
+    ),
     "pages": Policy(
         what="The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.",
         layer=LayerCache,
@@ -75,18 +102,26 @@ POLICIES: dict[str, Policy] = {
         fetches=True,
         keeps=_sink_and_window,
     ),
-    "icecache": Policy(
-        what="Tokens found by the tree, and a summary of all the rest.",
+    "pages-reuse": Policy(
+        what="The paper IceCache that searches in every third layer only.",
         layer=LayerCache,
+        config=partial(IceConfig.paper, reuse_layers=3),
         seeded=True,
         fetches=True,
-        answers=True,
         keeps=_sink_and_window,
     ),
     "icecache-reuse": Policy(
         what="icecache that searches in every third layer only.",
         layer=LayerCache,
         config=partial(IceConfig, reuse_layers=3),
+        seeded=True,
+        fetches=True,
+        answers=True,
+        keeps=_sink_and_window,
+    ),
+    "icecache": Policy(
+        what="Tokens found by the tree, and a summary of all the rest.",
+        layer=LayerCache,
         seeded=True,
         fetches=True,
         answers=True,

@@ -92,9 +92,9 @@ class Prompt:
 
     def attention(self, start: int, stop: int) -> torch.Tensor:
         """The softmax of positions `start` to `stop`, `[kv_heads, group, stop - start, stop]`."""
-        kv_heads, _, dim = self.k.shape
-        q = self.q[:, start:stop].float().reshape(kv_heads, -1, stop - start, dim) * self.scale
-        logits = q @ self.k[:, None, :stop].float().mT
+        heads, _, dim = self.k.shape
+        q = self.q[:, start:stop].float().reshape(heads, -1, dim) * self.scale
+        logits = (q @ self.k[:, :stop].float().mT).reshape(heads, -1, stop - start, stop)
         later = torch.ones(stop - start, stop, dtype=torch.bool).triu(start + 1)
         return torch.softmax(logits.masked_fill_(later, -torch.inf), dim=-1)
 

@@ -65,13 +65,23 @@ class Choice:
 def best(score: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor:
     """The `count` highest of those allowed, or all of them.
 
-    score: `[kv_heads, t, n]`; allowed: bool, broadcasts to it. Returns bool
+    score: `[kv_heads, t, n]`; allowed: bool; the two broadcast to each other. Returns bool
     `[kv_heads, 1, t, n]`, as `Choice.exact`.
     """
-    score = score.masked_fill(~allowed, -torch.inf)
+    score = torch.where(allowed, score, -torch.inf)
     highest = score.topk(min(count, score.shape[-1]), dim=-1).indices
     chosen = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, highest, True)
     return (chosen & allowed)[:, None]
+
+
+def whole(score: torch.Tensor, size: torch.Tensor, count: int) -> torch.Tensor:
+    """Pages or clusters, the highest first, as long as their tokens are `count` at most together.
+
+    score: `[kv_heads, t, pages]`; size: tokens in each, broadcasts to it. Returns bool, as `score`.
+    """
+    order = score.argsort(dim=-1, descending=True, stable=True)
+    tokens = size.expand_as(score).gather(-1, order).cumsum(dim=-1)
+    return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, tokens <= count)
 
 
 class DenseLayer:

@@ -9,9 +9,18 @@ from typing import Any
 
 from icecache.config import IceConfig
 from icecache.layer import LayerCache
+from icecache.policies.arkvale import ArkValeLayer
 from icecache.policies.base import LayerFactory, LayerLike
 from icecache.policies.dense import WINDOW_SLACK, DenseLayer
 from icecache.policies.full import FullLayer
+from icecache.policies.h2o import H2OLayer
+from icecache.policies.magicpig import MagicPIGLayer
+from icecache.policies.omnikv import FILTERS, OmniKVLayer
+from icecache.policies.pqcache import PQCacheLayer
+from icecache.policies.quest import QuestLayer
+from icecache.policies.retroinfer import TOKENS as RETROINFER_TOKENS
+from icecache.policies.retroinfer import RetroInferLayer
+from icecache.policies.snapkv import SnapKVLayer
 from icecache.policies.topk import TopKLayer
 from icecache.policies.window import WindowLayer
 
@@ -45,8 +54,16 @@ def _sink_and_window(n: int, config: IceConfig) -> float:
     return min(n, config.sink_tokens + config.window_tokens + WINDOW_SLACK)
 
 
+def _pages(n: int, tokens: int, config: IceConfig) -> float:
+    """Pages, smaller ones where the budget is."""
+    return n / min(tokens, config.token_budget)
+
+
 def _within_budget(n: int, config: IceConfig) -> float:
     return min(n, _sink_and_window(n, config) + config.token_budget)
+
+
+_OMNIKV_FULL = (FILTERS[0] + len(FILTERS)) / 32
 
 
 POLICIES: dict[str, Policy] = {
@@ -67,6 +84,62 @@ POLICIES: dict[str, Policy] = {
         layer=WindowLayer,
         keeps=_within_budget,
     ),
+    "h2o": Policy(
+        what="H2O: tokens by the attention they received so far, others evicted.",
+        layer=H2OLayer,
+        keeps=_within_budget,
+    ),
+    "snapkv": Policy(
+        what="SnapKV: tokens that the end of the prompt attends to, chosen once.",
+        layer=SnapKVLayer,
+        keeps=_within_budget,
+    ),
+    "quest": Policy(
+        what="Quest: pages of 16 tokens by the minimum and maximum of their keys.",
+        layer=QuestLayer,
+        keeps=lambda n, config: n + _pages(n, QuestLayer.PAGE, config),
+    ),
+    "arkvale": Policy(
+        what="ArkVale: pages of 32 tokens by a ball around their keys, recalled from the host.",
+        layer=ArkValeLayer,
+        fetches=True,
+        keeps=lambda n, config: (
+            _sink_and_window(n, config) + _pages(n, ArkValeLayer.PAGE, config) / 2
+        ),
+    ),
+    "pqcache": Policy(
+        what="PQCache: tokens by product-quantized keys of 12 bits.",
+        layer=PQCacheLayer,
+        seeded=True,
+        fetches=True,
+        # 12 bits beside a key and a value of 128 numbers of 16 bits.
+        keeps=lambda n, config: _sink_and_window(n, config) + n * 12 / 4096 + 32,
+    ),
+    "magicpig": Policy(
+        what="MagicPIG: tokens sampled by hash tables, weighted by their probability.",
+        layer=MagicPIGLayer,
+        seeded=True,
+        answers=True,
+        keeps=_sink_and_window,
+    ),
+    "omnikv": Policy(
+        what="OmniKV: three layers see everything and choose for the layers above them.",
+        layer=OmniKVLayer,
+        fetches=True,
+        # The mean of 32 layers, of which those up to the first filter and the filters keep all.
+        keeps=lambda n, config: (
+            _sink_and_window(n, config) * (1 - _OMNIKV_FULL) + n * _OMNIKV_FULL
+        ),
+    ),
+    "retroinfer": Policy(
+        what="RetroInfer: clusters of 16 tokens, the best exactly, the next by their means.",
+        layer=RetroInferLayer,
+        seeded=True,
+        fetches=True,
+        keeps=lambda n, config: (
+            _sink_and_window(n, config) + _pages(n, RETROINFER_TOKENS, config)
+        ),
+    ),
     "pages": Policy(
         what="The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.",
         layer=LayerCache,
@@ -75,18 +148,26 @@ POLICIES: dict[str, Policy] = {
         fetches=True,
         keeps=_sink_and_window,
     ),
-    "icecache": Policy(
-        what="Tokens found by the tree, and a summary of all the rest.",
+    "pages-reuse": Policy(
+        what="The paper IceCache that searches in every third layer only.",
         layer=LayerCache,
+        config=partial(IceConfig.paper, reuse_layers=3),
         seeded=True,
         fetches=True,
-        answers=True,
         keeps=_sink_and_window,
     ),
     "icecache-reuse": Policy(
         what="icecache that searches in every third layer only.",
         layer=LayerCache,
         config=partial(IceConfig, reuse_layers=3),
+        seeded=True,
+        fetches=True,
+        answers=True,
+        keeps=_sink_and_window,
+    ),
+    "icecache": Policy(
+        what="Tokens found by the tree, and a summary of all the rest.",
+        layer=LayerCache,
         seeded=True,
         fetches=True,
         answers=True,

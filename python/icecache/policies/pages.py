@@ -1,0 +1,65 @@
+"""What Quest and ArkVale share: pages of consecutive tokens, ranked by bounds of their logits."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+from icecache.policies.dense import Choice, DenseLayer, Positions, whole
+
+
+class PageLayer(DenseLayer):
+    """Whole pages, by their bounds, until the budget is full. Pages begin behind the sink.
+
+    A page's score is its share in the softmax over the bounds of all pages, summed over the query
+    heads of the group: one choice per KV head. A page that is not full yet when a position attends
+    comes first. Of a page that reaches into the window only the rest spends budget.
+    """
+
+    PAGE: int
+    """Published tokens of a page; a smaller budget makes smaller pages."""
+
+    def digest(self, keys: torch.Tensor) -> torch.Tensor:
+        """What is known of pages, f32: `[kv_heads, pages, tokens, head_dim]` to
+        `[kv_heads, pages, x]`."""
+        raise NotImplementedError
+
+    def bound(self, q: torch.Tensor, digest: torch.Tensor) -> torch.Tensor:
+        """At least the highest `q @ k` of each page; q: `[kv_heads, m, head_dim]`, returns
+        `[kv_heads, m, pages]`."""
+        raise NotImplementedError
+
+    def choose(self, at: Positions) -> Choice | None:
+        sink, n = self.config.sink_tokens, at.k.shape[1]
+        size = min(self.PAGE, self.config.token_budget)
+        pages = -(-int(at.middle[-1].sum()) // size)
+        full = min(pages, (n - sink) // size)
+        known = self._digest.shape[1]
+        if known < full:
+            keys = at.k[:, sink + known * size : sink + full * size].float()
+            fresh = self.digest(keys.unflatten(1, (-1, size)))
+            self._digest = torch.cat([self._digest, fresh], dim=1)
+        digest = self._digest[:, :full]
+        bound = self.bound(at.q.flatten(1, 2), digest).unflatten(1, (self.group, -1))
+
+        padded = functional.pad(at.middle[:, sink:], (0, size))[:, : pages * size]
+        tokens = padded.unflatten(1, (pages, size)).sum(dim=-1)
+        bound = bound.masked_fill(tokens[:, :full] == 0, -torch.inf)
+        score = functional.pad(torch.softmax(bound, dim=-1).sum(dim=1), (0, pages - full))
+        position = torch.arange(n - at.q.shape[2], n)[:, None]
+        ends = sink + size * torch.arange(1, pages + 1)
+        score = score.masked_fill(ends > position + 1, torch.inf)
+        score = score.masked_fill(tokens == 0, -torch.inf)
+
+        chosen = whole(score, tokens, self.config.token_budget).repeat_interleave(size, dim=-1)
+        chosen = functional.pad(chosen, (sink, max(0, n - sink - pages * size)))[..., :n]
+        return Choice(chosen[:, None], full * digest.shape[2] / self.head_dim)
+
+    def crop(self, n: int) -> None:
+        super().crop(n)
+        size = min(self.PAGE, self.config.token_budget)
+        self._digest = self._digest[:, : max(0, n - self.config.sink_tokens) // size]
+
+    def reset(self) -> None:
+        super().reset()
+        self._digest = self.digest(torch.zeros((self.num_kv_heads, 0, 1, self.head_dim)))

@@ -1,0 +1,67 @@
+"""PQCache (Zhang et al., arXiv 2407.12820): tokens by product-quantized keys."""
+
+from __future__ import annotations
+
+import torch
+
+from icecache.policies.clusters import kmeans, nearest
+from icecache.policies.dense import Choice, DenseLayer, Positions, best
+
+PARTS = 2
+BITS = 6
+PASSES = 10
+
+
+class PQCacheLayer(DenseLayer):
+    """The `token_budget` best tokens by logits of their quantized keys.
+
+    Keys are cut into 2 parts, each replaced by one of 64 centroids, from k-means of all tokens
+    between sink and window when a position attends first. Later tokens get codes from these
+    codebooks when they leave the window. A token's score is its share in the softmax, summed over
+    the query heads of the group; sink and window enter it with their true logits. Published: one
+    choice per query head. On a device: codes, codebooks and a cache of recently fetched blocks,
+    which decides what is moved only and is left out. The quantized keys are stored here in full.
+    """
+
+    def choose(self, at: Positions) -> Choice | None:
+        sink = self.config.sink_tokens
+        first, last = (sink + int(row.sum()) for row in (at.middle[0], at.middle[-1]))
+        if not self._books:
+            self._learn_books(at.k[:, sink : max(first, sink + 1)].float())
+        known = sink + self._quantized.shape[1]
+        if known < last:
+            fresh = self._quantize(at.k[:, known:last].float())
+            self._quantized = torch.cat([self._quantized, fresh], dim=1)
+        logits = at.logits.clone()
+        approximate = at.q.flatten(1, 2) @ self._quantized[:, : last - sink].mT
+        logits[..., sink:last] = torch.where(
+            at.middle[:, sink:last], approximate.reshape(*at.q.shape[:3], -1), logits[..., sink:last]
+        )
+        share = torch.softmax(logits, dim=-1).sum(dim=1)
+        codes = (last - sink) * PARTS * BITS / (8 * self.head_dim * at.k.element_size())
+        return Choice(best(share, at.middle, self.config.token_budget), codes + 2**BITS)
+
+    def _learn_books(self, keys: torch.Tensor) -> None:
+        generator = torch.Generator().manual_seed(self.config.seed * 1000 + self.layer_index)
+        count = min(2**BITS, keys.shape[1])
+        self._books = [
+            kmeans(part, count, passes=PASSES, spherical=False, generator=generator)[0]
+            for part in keys.tensor_split(PARTS, dim=-1)
+        ]
+
+    def _quantize(self, keys: torch.Tensor) -> torch.Tensor:
+        """Each key's centroids, f32, in the shape of `keys`."""
+        parts = []
+        for part, book in zip(keys.tensor_split(PARTS, dim=-1), self._books, strict=True):
+            codes = nearest(part, book, spherical=False)
+            parts.append(book.gather(1, codes[..., None].expand(-1, -1, book.shape[2])))
+        return torch.cat(parts, dim=-1)
+
+    def crop(self, n: int) -> None:
+        super().crop(n)
+        self._quantized = self._quantized[:, : max(0, n - self.config.sink_tokens)]
+
+    def reset(self) -> None:
+        super().reset()
+        self._books: list[torch.Tensor] = []
+        self._quantized = torch.zeros((self.num_kv_heads, 0, self.head_dim))

@@ -136,7 +136,8 @@ class Head:
     @cached_property
     def mass(self) -> Floats:
         """Of the tokens of the middle, [positions, tokens]."""
-        return self.share[..., self.middle].sum(1)
+        mass: Floats = self.share[..., self.middle].sum(1)
+        return mass
 
     @cached_property
     def out(self) -> Floats:
@@ -246,38 +247,40 @@ def _softmax(logits: Floats) -> Floats:
 _BANDS = 3
 
 
-def purity_table(rows: Sequence[PurityRow]) -> Table:
-    """Means over heads: of all layers by every rule, and of each third of them by true mass."""
+def purity_tables(rows: Sequence[PurityRow]) -> Iterator[Table]:
+    """Means over heads: of all layers by every rule, then of each third of them by true mass."""
+    layers = sorted({row.layer for row in rows})
+    yield _table(f"layers {layers[0]} to {layers[-1]}", rows, RULES)
+    for band in np.array_split(layers, min(_BANDS, len(layers))):
+        mine = [row for row in rows if row.layer in band.tolist()]
+        yield _table(f"layers {band[0]} to {band[-1]}", mine, RULES[:1])
+
+
+def _table(title: str, rows: Sequence[PurityRow], rules: Sequence[str]) -> Table:
     table = Table(
-        title="what the tokens taken are worth, page by page",
-        caption="fill: tokens per page; recall: of the true best tokens; irrelevant: tokens below "
-        "an even share; mass: taken; dropped, summarised: error of the output if the rest is",
+        title=title,
+        caption="fill: tokens per page; recall: of the tokens of most mass; irrelevant: tokens "
+        "below an even share; mass: taken; dropped, summarised: error if the rest is",
         box=box.SIMPLE,
         padding=(0, 0),
         pad_edge=False,
     )
-    for heading in ("layers", "pages by", "layout"):
+    for heading in ("taken by", "layout"):
         table.add_column(heading, no_wrap=True)
     for heading in ("fill", "recall", "irrelevant", "mass", "dropped", "summarised"):
         table.add_column(heading, justify="right", no_wrap=True)
-    layers = sorted({row.layer for row in rows})
-    bands = [band.tolist() for band in np.array_split(layers, min(_BANDS, len(layers)))]
-    for band in (layers, *bands):
-        for rule in RULES if band == layers else RULES[:1]:
-            mine = [row for row in rows if row.rule == rule and row.layer in band]
-            for layout in dict.fromkeys(row.layout for row in mine):
-                table.add_row(f"{band[0]}-{band[-1]}", rule, layout, *_means(mine, layout))
-            table.add_section()
+    for rule in rules:
+        for layout in dict.fromkeys(row.layout for row in rows):
+            mine = [row for row in rows if (row.rule, row.layout) == (rule, layout)]
+            table.add_row(
+                rule,
+                layout,
+                f"{fmean(row.fill for row in mine):.1f}",
+                f"{fmean(row.recall for row in mine):.1%}",
+                f"{fmean(row.irrelevant for row in mine):.1%}",
+                f"{fmean(row.mass for row in mine):.1%}",
+                f"{fmean(row.error_dropped for row in mine):.3f}",
+                f"{fmean(row.error_summarised for row in mine):.3f}",
+            )
+        table.add_section()
     return table
-
-
-def _means(rows: Sequence[PurityRow], layout: str) -> list[str]:
-    mine = [row for row in rows if row.layout == layout]
-    return [
-        f"{fmean(row.fill for row in mine):.1f}",
-        f"{fmean(row.recall for row in mine):.1%}",
-        f"{fmean(row.irrelevant for row in mine):.1%}",
-        f"{fmean(row.mass for row in mine):.1%}",
-        f"{fmean(row.error_dropped for row in mine):.3f}",
-        f"{fmean(row.error_summarised for row in mine):.3f}",
-    ]

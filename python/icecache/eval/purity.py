@@ -209,7 +209,8 @@ def take(head: Head, pages: Pages, rule: str, budget: int) -> Mask:
         cost = (_ranks(-best) * group + np.arange(group)[:, None]).min(1)
     else:
         raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
-    return _first(_ranks(cost)[:, pages], budget)
+    # Within a page by position: no two tokens cost the same.
+    return _first(_ranks(cost)[:, pages] * len(pages) + np.arange(len(pages)), budget)
 
 
 def page_sums(x: npt.NDArray[Any], pages: Pages) -> npt.NDArray[Any]:
@@ -232,8 +233,10 @@ def _ranks(cost: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _first(cost: npt.NDArray[Any], budget: int) -> Mask:
     """A mask of the `budget` entries of lowest cost, or all if there are fewer."""
+    if budget >= cost.shape[-1]:
+        return np.ones(cost.shape, bool)
     mask = np.zeros(cost.shape, bool)
-    chosen = np.argsort(cost, axis=-1, kind="stable")[..., :budget]
+    chosen = np.argpartition(cost, budget - 1, axis=-1)[..., :budget]
     np.put_along_axis(mask, chosen, True, axis=-1)
     return mask
 

@@ -226,7 +226,7 @@ def purity(
     from icecache.eval.capture import capture
     from icecache.eval.decode import check_model
     from icecache.eval.model import load_model
-    from icecache.eval.purity import measure_purity, purity_table
+    from icecache.eval.purity import measure_purity, purity_tables
     from icecache.eval.runs import Run
 
     name, content = texts.read_text(text, skip_chars)
@@ -239,8 +239,7 @@ def purity(
     with _progress() as progress:
         captured = capture(language_model, ids, [context], positions, progress)
         measured = measure_purity(captured, context, budget, config, progress)
-    Console().print(purity_table(measured.rows))
-    Console().print(calibration_table(measured.calibration))
+    Console().print(*purity_tables(measured.rows), calibration_table(measured.calibration))
     if json is not None:
         measured.write(json)
 

@@ -7,6 +7,10 @@ runs      policies at budgets, and the options that are the same for all
 probe     the true mass of what a layer attended to
 decode    an exact prefill shared by all policies; decoding after it
 kl        distance of the next-token distributions, on given text
+capture   keys, values and queries of every layer
+layouts   ways to lay tokens out in pages
+purity    what pages of each layout are worth
+calibration  estimated against true errors
 passkey   retrieval
 demo      full attention and icecache side by side
 report    tables and JSON

@@ -136,7 +136,8 @@ class Head:
     @cached_property
     def mass(self) -> Floats:
         """Of the tokens of the middle, [positions, tokens]."""
-        return self.share[..., self.middle].sum(1)
+        mass: Floats = self.share[..., self.middle].sum(1)
+        return mass
 
     @cached_property
     def out(self) -> Floats:
@@ -208,7 +209,8 @@ def take(head: Head, pages: Pages, rule: str, budget: int) -> Mask:
         cost = (_ranks(-best) * group + np.arange(group)[:, None]).min(1)
     else:
         raise ValueError(f"rule must be one of {RULES}, got {rule!r}")
-    return _first(_ranks(cost)[:, pages], budget)
+    # Within a page by position: no two tokens cost the same.
+    return _first(_ranks(cost)[:, pages] * len(pages) + np.arange(len(pages)), budget)
 
 
 def page_sums(x: npt.NDArray[Any], pages: Pages) -> npt.NDArray[Any]:
@@ -231,8 +233,10 @@ def _ranks(cost: npt.NDArray[Any]) -> npt.NDArray[Any]:
 
 def _first(cost: npt.NDArray[Any], budget: int) -> Mask:
     """A mask of the `budget` entries of lowest cost, or all if there are fewer."""
+    if budget >= cost.shape[-1]:
+        return np.ones(cost.shape, bool)
     mask = np.zeros(cost.shape, bool)
-    chosen = np.argsort(cost, axis=-1, kind="stable")[..., :budget]
+    chosen = np.argpartition(cost, budget - 1, axis=-1)[..., :budget]
     np.put_along_axis(mask, chosen, True, axis=-1)
     return mask
 
@@ -246,38 +250,40 @@ def _softmax(logits: Floats) -> Floats:
 _BANDS = 3
 
 
-def purity_table(rows: Sequence[PurityRow]) -> Table:
-    """Means over heads: of all layers by every rule, and of each third of them by true mass."""
+def purity_tables(rows: Sequence[PurityRow]) -> Iterator[Table]:
+    """Means over heads: of all layers by every rule, then of each third of them by true mass."""
+    layers = sorted({row.layer for row in rows})
+    yield _table(f"layers {layers[0]} to {layers[-1]}", rows, RULES)
+    for band in np.array_split(layers, min(_BANDS, len(layers))):
+        mine = [row for row in rows if row.layer in band.tolist()]
+        yield _table(f"layers {band[0]} to {band[-1]}", mine, RULES[:1])
+
+
+def _table(title: str, rows: Sequence[PurityRow], rules: Sequence[str]) -> Table:
     table = Table(
-        title="what the tokens taken are worth, page by page",
-        caption="fill: tokens per page; recall: of the true best tokens; irrelevant: tokens below "
-        "an even share; mass: taken; dropped, summarised: error of the output if the rest is",
+        title=title,
+        caption="fill: tokens per page; recall: of the tokens of most mass; irrelevant: tokens "
+        "below an even share; mass: taken; dropped, summarised: error if the rest is",
         box=box.SIMPLE,
         padding=(0, 0),
         pad_edge=False,
     )
-    for heading in ("layers", "pages by", "layout"):
+    for heading in ("taken by", "layout"):
         table.add_column(heading, no_wrap=True)
     for heading in ("fill", "recall", "irrelevant", "mass", "dropped", "summarised"):
         table.add_column(heading, justify="right", no_wrap=True)
-    layers = sorted({row.layer for row in rows})
-    bands = [band.tolist() for band in np.array_split(layers, min(_BANDS, len(layers)))]
-    for band in (layers, *bands):
-        for rule in RULES if band == layers else RULES[:1]:
-            mine = [row for row in rows if row.rule == rule and row.layer in band]
-            for layout in dict.fromkeys(row.layout for row in mine):
-                table.add_row(f"{band[0]}-{band[-1]}", rule, layout, *_means(mine, layout))
-            table.add_section()
+    for rule in rules:
+        for layout in dict.fromkeys(row.layout for row in rows):
+            mine = [row for row in rows if (row.rule, row.layout) == (rule, layout)]
+            table.add_row(
+                rule,
+                layout,
+                f"{fmean(row.fill for row in mine):.1f}",
+                f"{fmean(row.recall for row in mine):.1%}",
+                f"{fmean(row.irrelevant for row in mine):.1%}",
+                f"{fmean(row.mass for row in mine):.1%}",
+                f"{fmean(row.error_dropped for row in mine):.3f}",
+                f"{fmean(row.error_summarised for row in mine):.3f}",
+            )
+        table.add_section()
     return table
-
-
-def _means(rows: Sequence[PurityRow], layout: str) -> list[str]:
-    mine = [row for row in rows if row.layout == layout]
-    return [
-        f"{fmean(row.fill for row in mine):.1f}",
-        f"{fmean(row.recall for row in mine):.1%}",
-        f"{fmean(row.irrelevant for row in mine):.1%}",
-        f"{fmean(row.mass for row in mine):.1%}",
-        f"{fmean(row.error_dropped for row in mine):.3f}",
-        f"{fmean(row.error_summarised for row in mine):.3f}",
-    ]

@@ -1,0 +1,15 @@
+"""The HTML page that shows a comparison of policies.
+
+numbers   how numbers are written
+summary   what the rows say: means over texts, who keeps the answers, who is best
+svg       a matplotlib figure as SVG inside the page
+plots     curves, heat maps and their legends
+sections  rows as the panels and tables of the page
+page      `write_report`: the page, from the template page.html and page.css
+
+Needs the extra `eval` (matplotlib, jinja2).
+"""
+
+from icecache.report.page import write_report
+
+__all__ = ["write_report"]

@@ -208,6 +208,25 @@ def evaluate(
         report.write_json(json, report.describe(model, runs, **settings), rows)
 
 
+@app.command("report")
+def report_command(
+    comparison: Annotated[
+        Path, typer.Argument(metavar="JSON", help="What `icecache compare --json` wrote.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", dir_okay=False, writable=True, callback=_can_be_written, help="The page."
+        ),
+    ],
+) -> None:
+    """A comparison as one HTML page that opens without a network."""
+    from icecache.eval.comparison import Comparison
+    from icecache.report import write_report
+
+    write_report(Comparison.read(comparison), out)
+
+
 @bench_app.command("step")
 def bench_step(
     q_heads: QHeadsOption = 32,

@@ -10,6 +10,11 @@ page      `write_report`: the page, from the template page.html and page.css
 Needs the extra `eval` (matplotlib, jinja2).
 """
 
-from icecache.report.page import write_report
+from icecache.eval.errors import EvalError
+
+try:
+    from icecache.report.page import write_report
+except ImportError as error:
+    raise EvalError(f"{error}; install icecache[eval]") from error
 
 __all__ = ["write_report"]

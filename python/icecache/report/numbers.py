@@ -41,7 +41,8 @@ def percent(share: float | None) -> str:
     """`12.3 %`; a share of None or NaN is "–"."""
     if share is None or not math.isfinite(share):
         return NONE
-    return f"{share:.1%}".replace("%", " %").replace("-", "−")
+    text = "100" if share == 1 else f"{100 * share:.1f}"
+    return f"{text}\N{NO-BREAK SPACE}%".replace("-", "−")
 
 
 def byte_count(value: float | None) -> str:
@@ -50,9 +51,9 @@ def byte_count(value: float | None) -> str:
         return NONE
     for unit in ("B", "kB", "MB", "GB"):
         if abs(value) < 999.5:
-            return f"{number(value)} {unit}"
+            return f"{number(value)}\N{NO-BREAK SPACE}{unit}"
         value /= 1000
-    return f"{number(value)} TB"
+    return f"{number(value)}\N{NO-BREAK SPACE}TB"
 
 
 def times(ratio: float) -> str:

@@ -57,7 +57,12 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
     task_means = summary.task_means(comparison.tasks)
     return {
         "config": config,
-        "shown_config": json.dumps(dict(config), indent=1, ensure_ascii=False, default=str),
+        "shown_config": "\n".join(
+            f"{key}: {json.dumps(value, ensure_ascii=False, default=str)}"
+            for key, value in config.items()
+            if key not in ("policies", "command", "versions")
+        ),
+        "full_read": any(row.policy == summary.FULL and row.read_bytes > 0 for row in texts),
         "texts": list(dict.fromkeys(row.text for row in texts)),
         "kept_kl": f"{summary.KEPT_KL:g}",
         "keepers": summary.keepers(comparison, means),

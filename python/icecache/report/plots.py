@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
@@ -58,8 +59,8 @@ class Axis:
     scale: str = "log"
     ticks: Sequence[float] = ()
     suffix: str = ""
-    line: tuple[float, str] | None = None
-    """A value to mark, and its name."""
+    line: float | None = None
+    """A value to mark."""
     options: dict[str, float] = field(default_factory=dict)
 
 
@@ -118,7 +119,9 @@ def curves(name: str, label: str, found: Sequence[Curve], x: Axis, y: Axis) -> M
                         [curve.x[p]] * 2, [low, high], color=style.colour, linewidth=1, gid=style.key
                     )
             if curve.labelled:
-                ends.append((curve.style, xs[-1], ys[-1]))
+                ends.append((style, xs[-1], ys[-1]))
+            elif style.bold or style.dashed:
+                _name(axes, style, (xs[-1], ys[-1]))
         if not tips:
             return None
         _set_scale(axes, x, "x")
@@ -145,8 +148,11 @@ def _set_scale(axes: Axes, axis: Axis, side: str) -> None:
     low, high = axes.get_xlim() if side == "x" else axes.get_ylim()
     if axis.scale == "log" and high / low < 10:  # a decade at least, so that a tick is in sight
         middle = math.sqrt(low * high)
-        spread = math.sqrt(10) if not axis.ticks else max(1.3, math.sqrt(high / low))
-        limits(middle / spread, middle * spread)
+        half = math.sqrt(10) if not axis.ticks else max(1.3, math.sqrt(high / low))
+        low, high = middle / half, middle * half
+    if side == "x" and axis.line is not None:
+        low, high = min(low, axis.line / 1.2), max(high, axis.line * 1.2)
+    limits(low, high)  # from here on nothing moves them
     if axis.ticks:
         line.set_major_locator(FixedLocator(list(axis.ticks)))
     elif axis.scale == "log":
@@ -164,30 +170,11 @@ def _plain(value: float) -> str:
 
 
 def _mark(axes: Axes, x: Axis, y: Axis) -> None:
-    """The lines that the axes name, where they are in sight."""
-    if y.line is not None and axes.get_ylim()[0] < y.line[0] < axes.get_ylim()[1]:
-        axes.axhline(y.line[0], color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate(
-            y.line[1],
-            (0, y.line[0]),
-            (2, 2),
-            xycoords=axes.get_yaxis_transform(),
-            textcoords="offset points",
-            fontsize=7,
-        )
-    if x.line is not None and axes.get_xlim()[0] < x.line[0]:
-        axes.axvline(x.line[0], color=INK, linewidth=0.8, linestyle=":")
-        axes.annotate(
-            x.line[1],
-            (x.line[0], 1),
-            (-3, -2),
-            xycoords=axes.get_xaxis_transform(),
-            textcoords="offset points",
-            rotation=90,
-            ha="right",
-            va="top",
-            fontsize=7,
-        )
+    """The values that the axes mark, where they are in sight."""
+    if y.line is not None and axes.get_ylim()[0] < y.line < axes.get_ylim()[1]:
+        axes.axhline(y.line, color=INK, linewidth=0.8, linestyle=":")
+    if x.line is not None:
+        axes.axvline(x.line, color=INK, linewidth=0.8, linestyle=":")
 
 
 def _label(axes: Axes, ends: Sequence[tuple[Style, float, float]]) -> None:
@@ -197,7 +184,7 @@ def _label(axes: Axes, ends: Sequence[tuple[Style, float, float]]) -> None:
     heights = spread([y for _, y, _ in placed], gap=min(0.052, 1 / max(len(placed), 1)))
     for (x, y, style), height in zip(placed, heights, strict=True):
         axes.plot(
-            [x, 1.03, 1.06],
+            [x, 1.03, 1.055],
             [y, height, height],
             transform=axes.transAxes,
             color=style.colour,
@@ -205,19 +192,25 @@ def _label(axes: Axes, ends: Sequence[tuple[Style, float, float]]) -> None:
             clip_on=False,
             gid=style.key,
         )
-        axes.text(
-            1.075,
-            height,
-            style.name if len(style.name) <= 16 else f"{style.name[:15]}…",
-            transform=axes.transAxes,
-            color=style.colour,
-            fontsize=7.5,
-            fontweight="bold" if style.bold else "normal",
-            fontstyle="italic" if style.dashed else "normal",
-            va="center",
-            parse_math=False,
-            gid=style.key,
-        )
+        _name(axes, style, (1.04, height), xycoords=axes.transAxes)
+
+
+def _name(axes: Axes, style: Style, at: tuple[float, float], **options: Any) -> None:
+    axes.annotate(
+        style.name if len(style.name) <= 16 else f"{style.name[:15]}…",
+        at,
+        (5, 0),
+        textcoords="offset points",
+        va="center_baseline",
+        color=style.colour,
+        fontsize=7.5,
+        fontweight="bold" if style.bold else "normal",
+        fontstyle="italic" if style.dashed else "normal",
+        parse_math=False,
+        annotation_clip=False,
+        gid=style.key,
+        **options,
+    )
 
 
 def _height(placed: tuple[float, float, Style]) -> float:

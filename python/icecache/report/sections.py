@@ -12,7 +12,7 @@ import numpy as np
 from markupsafe import Markup
 
 from icecache.eval.comparison import Comparison, DriftRow, HeadRow, TaskRow, TextRow
-from icecache.report.numbers import NONE, byte_count, number, percent, with_error
+from icecache.report.numbers import NONE, byte_count, listed, number, percent, with_error
 from icecache.report.plots import (
     Axis,
     Curve,
@@ -84,6 +84,20 @@ def _budget(budget: int | None) -> str:
 
 # Texts
 
+_TEXT_HEADS = (
+    "policy",
+    "equal",
+    "budget",
+    "spent",
+    "KL ± s.e.",
+    "perplexity",
+    "agreement",
+    "exact tokens",
+    "read",
+    "moved",
+    "held",
+)
+
 
 def summary_table(comparison: Comparison) -> Table | None:
     """One row per policy: KL at equal tokens, from where it keeps the answers, and its cost there."""
@@ -108,7 +122,7 @@ def summary_table(comparison: Comparison) -> Table | None:
             mean = own.get(budget, own.get(None))
             cells.append(NONE if mean is None else _kl_cell(mean, best[budget], deployable))
         cells += [
-            _budget(kept.budget) if kept else "never",
+            "never" if kept is None else "any" if kept.budget is None else f"{kept.budget:,}",
             percent(cost.agreement),
             byte_count(cost.read_bytes),
             percent(cost.read_bytes / full.read_bytes if full and full.read_bytes else None),
@@ -145,47 +159,31 @@ def _kl_cell(mean: Mean, best: float, deployable: bool) -> str:
     return Markup("<strong>{}</strong>").format(text) if lowest else text
 
 
-def text_tables(comparison: Comparison) -> list[Table]:
-    """All rows, a table per text."""
+def text_tables(comparison: Comparison) -> list[tuple[str, Table]]:
+    """All rows, a table per text: at equal tokens first, the best first at each budget."""
     tables = []
     for text in dict.fromkeys(row.text for row in comparison.texts):
         rows = [row for row in comparison.texts if row.text == text]
-        positions = " to ".join(f"{n:,}" for n in sorted({row.positions for row in rows})[:: max(1, len({row.positions for row in rows}) - 1)])
-        tables.append(
-            Table(
-                caption=f"{text}: {positions} positions",
-                heads=[
-                    "policy",
-                    "equal",
-                    "budget",
-                    "spent",
-                    "KL ± s.e.",
-                    "perplexity",
-                    "agreement",
-                    "exact tokens",
-                    "read",
-                    "moved",
-                    "held",
-                ],
-                rows=[
-                    [
-                        _name(comparison.config, row.policy),
-                        row.equal,
-                        _budget(row.budget),
-                        _budget(row.spent),
-                        with_error(row.kl, row.kl_stderr),
-                        number(row.perplexity, 4),
-                        percent(row.agreement),
-                        number(row.exact_tokens, 4),
-                        byte_count(row.read_bytes),
-                        byte_count(row.moved_bytes),
-                        byte_count(row.held_bytes),
-                    ]
-                    for row in rows
-                ],
-                words=2,
-            )
-        )
+        rows.sort(key=lambda row: (row.equal != "tokens", row.budget or 0, row.kl))
+        positions = listed([f"{count:,}" for count in sorted({row.positions for row in rows})])
+        cells = [
+            [
+                _name(comparison.config, row.policy),
+                row.equal,
+                _budget(row.budget),
+                _budget(row.spent),
+                with_error(row.kl, row.kl_stderr),
+                number(row.perplexity, 4),
+                percent(row.agreement),
+                number(row.exact_tokens),
+                byte_count(row.read_bytes),
+                byte_count(row.moved_bytes),
+                byte_count(row.held_bytes),
+            ]
+            for row in rows
+        ]
+        caption = f"Against full attention, over {positions} positions"
+        tables.append((text, Table(caption=caption, heads=_TEXT_HEADS, rows=cells, words=2)))
     return tables
 
 
@@ -202,7 +200,7 @@ def _each_text(comparison: Comparison) -> list[tuple[str, list[Any]]]:
 def budget_panels(comparison: Comparison, look: Mapping[str, Style]) -> list[Panel]:
     """KL against budget, at equal tokens."""
     x = Axis(label="budget (tokens per KV head)")
-    y = Axis(label="KL (nats)", line=(KEPT_KL, f"{KEPT_KL:g}: answers kept"))
+    y = Axis(label="KL (nats)", line=KEPT_KL)
 
     def lines(rows: Sequence[Any]) -> list[Curve]:
         rows = [row for row in rows if row.equal == "tokens"]
@@ -233,9 +231,9 @@ def bytes_panels(comparison: Comparison, look: Mapping[str, Style]) -> list[Pane
             )
         x = Axis(
             label="read by a step (% of full attention)" if full > 0 else "read by a step (MB)",
-            line=(100, "full attention") if full > 0 else None,
+            line=100 if full > 0 else None,
         )
-        y = Axis(label="KL (nats)", line=(KEPT_KL, f"{KEPT_KL:g}: answers kept"))
+        y = Axis(label="KL (nats)", line=KEPT_KL)
         plot = curves(f"bytes-{i}", f"KL against bytes read: {title}", found, x, y)
         panels += [Panel(title=title, plot=plot)] if plot else []
     return panels
@@ -300,8 +298,8 @@ def _panels(
     return panels
 
 
-def _apart(values: Sequence[float], most: int = 7) -> list[float]:
-    """At most about `most` of them, evenly."""
+def _apart(values: Sequence[float], most: int = 5) -> list[float]:
+    """At most `most` of them, evenly."""
     return list(values[:: math.ceil(len(values) / most)]) if values else []
 
 

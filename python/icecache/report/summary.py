@@ -121,17 +121,25 @@ def standing(ranked: Sequence[Mean]) -> str:
     """Who is best of the deployable policies, and how far icecache is from the next best."""
     best = ranked[0]
     text = f"{best.policy} is best, KL {with_error(best.kl, best.kl_stderr)}"
-    mine = best.policy in OWN
-    other = next((row for row in ranked[1:] if (row.policy in OWN) != mine), None)
+    other = _other(ranked)
     if other is None:
-        return f"{text}; there is {'no other' if mine else 'no icecache'} to compare it with."
-    text += f"; {'next comes ' if mine else ''}{other.policy}{'' if mine else ' has'}"
-    text += f" {with_error(other.kl, other.kl_stderr)}"
-    text += f", {times(other.kl / best.kl)} as far from full attention" if best.kl > 0 else ""
-    error = math.hypot(best.kl_stderr, other.kl_stderr)
-    if other.kl - best.kl < 2 * error:
+        return f"{text}; there is nothing to compare it with."
+    has = with_error(other.kl, other.kl_stderr)
+    if best.policy in OWN:
+        text += f"; the best other method, {other.policy}, has {has}"
+    else:
+        text += f"; {other.policy} has {has}"
+    if best.kl > 0:
+        text += f", {times(other.kl / best.kl)} as far from full attention"
+    if other.kl - best.kl < 2 * math.hypot(best.kl_stderr, other.kl_stderr):
         text += " (a difference of less than two standard errors)"
     return f"{text}."
+
+
+def _other(ranked: Sequence[Any]) -> Any | None:
+    """The next best that is not icecache if the best is, and icecache if the best is not."""
+    mine = ranked[0].policy in OWN
+    return next((row for row in ranked[1:] if (row.policy in OWN) != mine), None)
 
 
 def pairs(comparison: Comparison, equal: str) -> str | None:
@@ -151,7 +159,8 @@ def pairs(comparison: Comparison, equal: str) -> str | None:
                 behind.append(f"{ranked[0].policy} is at {budget:,} tokens on {text}{ratio}")
     if not ahead + len(behind):
         return None
-    text = f"icecache has the lowest KL in {ahead} of {ahead + len(behind)} pairs of budget and text"
+    text = "icecache has the lowest KL of all deployable policies in "
+    text += f"{ahead} of {ahead + len(behind)} pairs of budget and text"
     return f"{text}: {listed(behind)}." if behind else f"{text}."
 
 
@@ -170,13 +179,17 @@ def keepers(comparison: Comparison, found: Sequence[Mean]) -> str | None:
             at.setdefault(kept.budget, []).append(policy)
     if not at and not never:
         return None
-    first = [f"{listed(at[budget])} from {budget:,}" for budget in sorted(b for b in at if b)]
-    first += [f"{listed(at[None])} without a budget"] if None in at else []
-    text = f"The answers are kept by {listed(first)}" if first else ""
-    text = text.replace(" from ", " from a budget of ", 1).replace(":,", ",")
-    if not first:
+    if not at:
         return "No deployable policy keeps the answers at any budget measured."
-    return f"{text}{'; by ' + listed(never) + ' at no budget measured' if never else ''}."
+    order = sorted(at, key=lambda budget: -1 if budget is None else budget)
+    first, *later = [
+        (listed(at[budget]), "at any budget" if budget is None else f"from {budget:,} tokens on")
+        for budget in order
+    ]
+    verb = "keeps" if len(at[order[0]]) == 1 else "keep"
+    text = f"{first[0]} {verb} the answers {first[1]}"
+    text = "; ".join([text, *(f"{names} {since}" for names, since in later)]) + "."
+    return f"{text} At no budget measured: {listed(never)}." if never else text
 
 
 def costs(found: Sequence[Mean]) -> str | None:
@@ -235,15 +248,16 @@ def task_standing(found: Sequence[TaskMean], config: Mapping[str, Any], budget: 
     if not ranked:
         return None
     ranked.sort(key=lambda mean: (-mean.right, mean.loss))
-    mine = ranked[0].policy in OWN
-    other = next((mean for mean in ranked[1:] if (mean.policy in OWN) != mine), None)
-    parts = [
-        f"{mean.policy} answers {percent(mean.right)} (log-probability lost: "
-        f"{number(mean.loss, 2)} nats)"
-        for mean in (ranked[0], other)
-        if mean is not None
-    ]
-    return "; ".join(parts) + "."
+    best, other = ranked[0], _other(ranked)
+    text = f"{best.policy} is best: {_answers(best)}"
+    if other is None:
+        return f"{text}."
+    name = f"the best other method, {other.policy}" if best.policy in OWN else other.policy
+    return f"{text}; {name}: {_answers(other)}."
+
+
+def _answers(mean: TaskMean) -> str:
+    return f"{percent(mean.right)} right, {number(mean.loss, 2)} nats of log-probability lost"
 
 
 def drift_standing(rows: Sequence[DriftRow]) -> list[str]:

@@ -104,7 +104,7 @@ def page(path):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         browser = subprocess.Popen(
             [
-                "bash", "-c", 'exec "$0" "$@" 3<&%d 4>&%d' % (to_read[0], to_write[1]),
+                "bash", "-c", f'exec "$0" "$@" 3<&{to_read[0]} 4>&{to_write[1]}',
                 path, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
                 "--disable-dev-shm-usage", "--no-first-run", "--remote-debugging-pipe",
                 f"--user-data-dir={profile}",

@@ -1,4 +1,4 @@
-"""The command `icecache`: `demo`, `eval`, and `bench step|build|insert|generate`.
+"""The command `icecache`: `demo`, `eval`, `report`, and `bench step|build|insert|generate`.
 
 Heavy modules are imported when a command runs, so that `--help` and `--version` answer at once.
 """

@@ -4,7 +4,9 @@ numbers   how numbers are written
 summary   what the rows say: means over texts, who keeps the answers, who is best
 svg       a matplotlib figure as SVG inside the page
 plots     curves, heat maps and their legends
-sections  rows as the panels and tables of the page
+panels    rows as curves
+tables    rows as tables
+heads     layers and heads, as heat maps and as a table
 page      `write_report`: the page, from the template page.html and page.css
 
 Needs the extra `eval` (matplotlib, jinja2).

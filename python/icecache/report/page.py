@@ -16,7 +16,7 @@ from markupsafe import Markup, escape
 from icecache.eval import comparison as rows
 from icecache.eval.comparison import Comparison
 from icecache.eval.errors import EvalError
-from icecache.report import sections, summary
+from icecache.report import heads, panels, summary, tables
 from icecache.report.plots import swatch
 
 
@@ -45,7 +45,7 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
     """All that the template shows."""
     config, texts = comparison.config, comparison.texts
     means = summary.means(texts)
-    look = sections.looks(comparison)
+    look = panels.looks(comparison)
     contests = {
         equal: [
             (f"{budget:,}", summary.standing(ranked))
@@ -75,25 +75,23 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
             if (line := summary.task_standing(task_means, config, budget))
         ],
         "drift_lines": summary.drift_standing(comparison.drift),
-        "summary_table": sections.summary_table(comparison),
+        "summary_table": tables.summary_table(comparison),
         "legend": [(style.name, style.key, style.dashed, swatch(style)) for style in look.values()],
-        "budget_panels": sections.budget_panels(comparison, look),
-        "bytes_panels": sections.bytes_panels(comparison, look),
-        "text_tables": sections.text_tables(comparison),
-        "task_table": sections.task_table(comparison) if comparison.tasks else None,
-        "task_panels": sections.task_panels(comparison, look),
-        "drift_table": sections.drift_table(comparison.drift) if comparison.drift else None,
-        "drift_panels": sections.drift_panels(comparison.drift),
-        "heat_maps": sections.heat_maps(comparison) if comparison.heads else [],
-        "head_table": sections.head_table(comparison) if comparison.heads else None,
+        "budget_panels": panels.budget_panels(comparison, look),
+        "bytes_panels": panels.bytes_panels(comparison, look),
+        "text_tables": tables.text_tables(comparison),
+        "task_table": tables.task_table(comparison) if comparison.tasks else None,
+        "task_panels": panels.task_panels(comparison, look),
+        "drift_table": tables.drift_table(comparison.drift) if comparison.drift else None,
+        "drift_panels": panels.drift_panels(comparison.drift),
+        "heat_maps": heads.heat_maps(comparison) if comparison.heads else [],
+        "head_table": heads.head_table(comparison) if comparison.heads else None,
         "policies": [
             (name, config.get("policies", {}).get(name, {}).get("what", ""))
             for name in summary.policies(comparison)
         ],
         "not_deployable": [
-            name
-            for name in summary.policies(comparison)
-            if not summary.is_deployable(config, name)
+            name for name in summary.policies(comparison) if not summary.is_deployable(config, name)
         ],
         "definitions": list(_definitions(comparison)),
         "preface": _prose(inspect.getdoc(rows) or ""),

@@ -16,9 +16,11 @@ from matplotlib.colors import LogNorm, Normalize
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullLocator
 
-from icecache.report.numbers import number
+from icecache.report.numbers import TIMES, number
 from icecache.report.svg import FAINT, INK, PAPER, SERIES, STYLE, inline
 
+Grid = np.ndarray[Any, np.dtype[np.float64]]
+"""Values [layers, heads]; NaN where there is none."""
 _MARKERS = "os^vDPX<>phd*H8"
 _SIZES = {"*": 7.0, "P": 5.5, "X": 5.5, "D": 4.2, "d": 5.5}
 _HEAT = "cividis"
@@ -116,7 +118,11 @@ def curves(name: str, label: str, found: Sequence[Curve], x: Axis, y: Axis) -> M
                 low, high = curve.y[p] - curve.stderr[p], curve.y[p] + curve.stderr[p]
                 if math.isfinite(high) and (low > 0 or y.scale != "log"):
                     axes.plot(
-                        [curve.x[p]] * 2, [low, high], color=style.colour, linewidth=1, gid=style.key
+                        [curve.x[p]] * 2,
+                        [low, high],
+                        color=style.colour,
+                        linewidth=1,
+                        gid=style.key,
                     )
             if curve.labelled:
                 ends.append((style, xs[-1], ys[-1]))
@@ -166,7 +172,7 @@ def _set_scale(axes: Axes, axis: Axis, side: str) -> None:
 
 def _plain(value: float) -> str:
     text = number(value)
-    return text.rstrip("0").rstrip(".") if "." in text and "×" not in text else text
+    return text.rstrip("0").rstrip(".") if "." in text and TIMES not in text else text
 
 
 def _mark(axes: Axes, x: Axis, y: Axis) -> None:
@@ -257,7 +263,7 @@ def scale_of(values: Sequence[float], *, log: bool) -> Normalize:
     return LogNorm(max(min(fit), max(fit) / 1000), max(max(fit), min(fit) * 1.01))
 
 
-def heat_map(name: str, label: str, values: np.ndarray, norm: Normalize) -> Markup:
+def heat_map(name: str, label: str, values: Grid, norm: Normalize) -> Markup:
     """`values` [layers, heads] as colours; NaN is left blank."""
     layers, heads = values.shape
     with rc_context(STYLE):

@@ -59,6 +59,12 @@ def is_deployable(config: Mapping[str, Any], policy: str) -> bool:
     return policy != FULL and bool(config.get("policies", {}).get(policy, {}).get("deployable", 1))
 
 
+def shown_name(config: Mapping[str, Any], policy: str) -> str:
+    """The policy, marked if it is there for comparison only."""
+    fit = policy == FULL or is_deployable(config, policy)
+    return policy if fit else f"{policy} (not deployable)"
+
+
 def policies(comparison: Comparison) -> list[str]:
     """Of all rows, in the order of the config."""
     rows: list[Any] = [*comparison.texts, *comparison.tasks, *comparison.heads]
@@ -201,7 +207,9 @@ def costs(found: Sequence[Mean]) -> str | None:
     full = next((mean for mean in found if mean.policy == FULL), None)
     at = "" if mean.budget is None else f"At a budget of {mean.budget:,} "
     text = f"{at}icecache agrees with full attention on the most probable token at "
-    text += f"{percent(mean.agreement)} of the positions. A step reads {byte_count(mean.read_bytes)}"
+    text += (
+        f"{percent(mean.agreement)} of the positions. A step reads {byte_count(mean.read_bytes)}"
+    )
     if full and full.read_bytes > 0:
         text += f" ({percent(mean.read_bytes / full.read_bytes)} of full attention)"
     text += f", moves {byte_count(mean.moved_bytes)} to a device and holds "

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Mapping, Sequence
+from typing import Any
 from xml.etree import ElementTree
 
 from markupsafe import Markup
@@ -17,7 +18,7 @@ SERIES = [f"#ab01{i:02x}" for i in range(8)]
 _VARIABLES = {INK: "ink", FAINT: "faint", PAPER: "paper"}
 _VARIABLES |= {colour: f"series-{i}" for i, colour in enumerate(SERIES)}
 
-STYLE = {
+STYLE: Any = {
     "svg.fonttype": "none",
     "svg.hashsalt": "icecache",
     "font.size": 8,
@@ -68,7 +69,8 @@ def inline(
             element.set("id", f"{name}-{found}")
         elif found and not re.search(r"_\d+$", found):  # not one of matplotlib's own
             element.set("class", found)
-            for marker, tip in zip(element.iter("{*}use"), (tips or {}).get(found, ()), strict=False):
-                ElementTree.SubElement(marker, "title").text = tip
+            titles = (tips or {}).get(found, ())
+            for marker, title in zip(element.findall(".//{*}use"), titles, strict=False):
+                ElementTree.SubElement(marker, "title").text = title
     root.attrib = {"viewBox": root.attrib["viewBox"], "role": "img", "aria-label": label}
     return Markup(ElementTree.tostring(root, encoding="unicode"))

@@ -45,6 +45,7 @@ PYTHON = """
     ice_layer.py attention.py cache.py
     policies/
     eval/
+    report/
     bench/__init__.py
     bench/lengthen.py bench/rows.py bench/heads.py
     bench/timing.py bench/baselines.py bench/libraries.py
@@ -79,6 +80,7 @@ ONLY_IMPORTED = {
         f"python/icecache/{f}"
         for f in ("attention.py", "cache.py", "ice_layer.py", "eval/", "bench/", "cli.py")
     ),
+    "jinja2": ("python/icecache/report/page.py",),
     "icecache.reference": (),
 }
 

@@ -1,4 +1,5 @@
-"""The command `icecache`: `demo`, `eval`, `purity`, and `bench step|build|insert|generate`.
+"""The command `icecache`: `demo`, `eval`, `compare`, `report`, `purity`, and
+`bench step|build|insert|generate`.
 
 Heavy modules are imported when a command runs, so that `--help` and `--version` answer at once.
 """
@@ -242,6 +243,25 @@ def purity(
     Console().print(*purity_tables(measured.rows), calibration_table(measured.calibration))
     if json is not None:
         measured.write(json)
+
+
+@app.command("report")
+def report_command(
+    comparison: Annotated[
+        Path, typer.Argument(metavar="JSON", help="What `icecache compare --json` wrote.")
+    ],
+    out: Annotated[
+        Path,
+        typer.Option(
+            "--out", dir_okay=False, writable=True, callback=_can_be_written, help="The page."
+        ),
+    ],
+) -> None:
+    """A comparison as one HTML page that opens without a network."""
+    from icecache.eval.comparison import Comparison
+    from icecache.report import write_report
+
+    write_report(Comparison.read(comparison), out)
 
 
 @bench_app.command("step")

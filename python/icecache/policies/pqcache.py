@@ -35,7 +35,9 @@ class PQCacheLayer(DenseLayer):
         logits = at.logits.clone()
         approximate = at.q.flatten(1, 2) @ self._quantized[:, : last - sink].mT
         logits[..., sink:last] = torch.where(
-            at.middle[:, sink:last], approximate.reshape(*at.q.shape[:3], -1), logits[..., sink:last]
+            at.middle[:, sink:last],
+            approximate.reshape(*at.q.shape[:3], -1),
+            logits[..., sink:last],
         )
         share = torch.softmax(logits, dim=-1).sum(dim=1)
         codes = (last - sink) * PARTS * BITS / (8 * self.head_dim * at.k.element_size())

@@ -1,5 +1,4 @@
-"""The command `icecache`: `demo`, `eval`, `compare`, `report`, `purity`, and
-`bench step|build|insert|generate`.
+"""The command `icecache`: `demo`, `eval`, `compare`, `report`, `purity`, and `bench`.
 
 Heavy modules are imported when a command runs, so that `--help` and `--version` answer at once.
 """
@@ -7,6 +6,7 @@ Heavy modules are imported when a command runs, so that `--help` and `--version`
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -243,6 +243,103 @@ def purity(
     Console().print(*purity_tables(measured.rows), calibration_table(measured.calibration))
     if json is not None:
         measured.write(json)
+
+
+@app.command()
+def compare(
+    model: ModelOption = "smollm2",
+    text: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--text",
+            help="A text file, or one of reference, reference-60000 and argparse, which every "
+            "machine has; may be repeated. Those three, unless another part is asked for.",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None,
+        typer.Option(help="Questions with right answers: all, or some like passkey,json."),
+    ] = None,
+    gsm8k: Annotated[
+        Path | None,
+        typer.Option(help="A .jsonl file of questions and worked answers: chains of thought."),
+    ] = None,
+    drift: Annotated[
+        int, typer.Option(min=0, help="Tokens to decode after 1,024, to see what that does.")
+    ] = 0,
+    context: Annotated[
+        int | None, typer.Option(min=2, help="Tokens read before a text is fed; 7936.")
+    ] = None,
+    tokens: Annotated[
+        int | None, typer.Option(min=2, help="Tokens of a text that are then fed; 128.")
+    ] = None,
+    budgets: Annotated[
+        str | None,
+        typer.Option(help="Tokens per KV head, or shares of the context; 16,64,256."),
+    ] = None,
+    policies: Annotated[str, typer.Option(help="all, or some like quest,icecache.")] = "all",
+    task_context: Annotated[int, typer.Option(min=2, help="Tokens before a question.")] = 4096,
+    instances: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 5,
+    chains: Annotated[int, typer.Option(min=1, help="Worked answers that are fed.")] = 8,
+    seed: Annotated[int, typer.Option(min=0, help="Of questions, trees and samples.")] = 0,
+    rope_theta: Annotated[
+        float | None,
+        typer.Option(min=1, help="Replaces the model's, for longer contexts; 300000 for 16k."),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="One text, 2,048 tokens, 16 and 64: two minutes.")
+    ] = False,
+    json: JsonOption = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(
+            "--report",
+            dir_okay=False,
+            writable=True,
+            callback=_can_be_written,
+            help="Also write a page for a browser.",
+        ),
+    ] = None,
+) -> None:
+    """Every policy against full attention: on texts, questions, chains of thought, far decoding.
+
+    With --json, a run that was stopped goes on where it was.
+    """
+    from icecache.eval.campaign import Campaign
+    from icecache.eval.model import load_model
+    from icecache.eval.report import comparison_tables
+    from icecache.eval.tasks import TASKS
+    from icecache.eval.texts import TEXTS
+    from icecache.policies import POLICIES
+    from icecache.report import write_report
+
+    length = context or (2048 if quick else 7936)
+    asked = bool(text or task or gsm8k or drift)
+    campaign = Campaign(
+        model=model,
+        texts=text or ([] if asked else list(TEXTS[:1] if quick else TEXTS)),
+        tasks=_names(task or "", TASKS),
+        context=length,
+        tokens=tokens or (48 if quick else 128),
+        budgets=_budgets(budgets or ("16,64" if quick else "16,64,256"), length),
+        policies=_names(policies, POLICIES),
+        task_context=task_context,
+        instances=instances,
+        gsm8k=None if gsm8k is None else str(gsm8k),
+        chains=chains,
+        drift=drift,
+        seed=seed,
+        rope_theta=rope_theta,
+    )
+    campaign.runs()  # refuses what is wrong before the model is loaded
+    language_model, tokenizer = load_model(
+        model, rope_theta=rope_theta, max_positions=campaign.positions() if rope_theta else None
+    )
+    with _progress() as progress:
+        measured = campaign.measure(language_model, tokenizer, json, progress).comparison
+    Console().print(*comparison_tables(measured))
+    if report is not None:
+        write_report(measured, report)
 
 
 @app.command("report")
@@ -520,6 +617,24 @@ def _progress() -> Progress:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     return Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
+
+
+def _names(values: str, known: Iterable[str]) -> list[str]:
+    """`a,b`, or all that are known."""
+    if values.strip() == "all":
+        return list(known)
+    return [value.strip() for value in values.split(",") if value.strip()]
+
+
+def _budgets(values: str, context: int) -> list[int]:
+    """Numbers of tokens, `10%` being a tenth of the context."""
+    shares = [value.strip().endswith("%") for value in values.split(",")]
+    numbers = _numbers(values.replace("%", ""), float, "--budgets")
+    pairs = zip(numbers, shares, strict=True)
+    budgets = [round(number * context / 100 if share else number) for number, share in pairs]
+    if min(budgets) < 1:
+        raise typer.BadParameter(f"{values!r} has a budget below 1", param_hint="--budgets")
+    return sorted(set(budgets))
 
 
 def _numbers(values: str, kind: type[Any], option: str) -> list[Any]:

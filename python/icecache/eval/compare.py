@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
 
@@ -134,13 +134,14 @@ class _Text:
         """`policy` at the budget with which it reads as much as `icecache`; nothing if it reads
         more at any budget."""
         wanted = self.measure(icecache, icecache.budget, "tokens").read_bytes
-        mine = self.measure(Run(policy, icecache.budget), icecache.budget, "tokens").read_bytes
+        run = replace(icecache, policy=policy)
+        mine = self.measure(run, icecache.budget, "tokens").read_bytes
         full = self.measure(FULL, None, "tokens")
         per_token = full.read_bytes / full.exact_tokens
         assert icecache.budget is not None
         spent = icecache.budget + round((wanted - mine) / per_token)
         if spent >= 1:
-            self.measure(Run(policy, spent), icecache.budget, "bytes")
+            self.measure(replace(run, budget=spent), icecache.budget, "bytes")
 
     def _feed(self, decoder: Decoder) -> _Fed:
         fed = self._passage.fed
@@ -220,7 +221,7 @@ def compare_tasks(
     questions = list(questions)
     task = progress.add_task("questions", total=len(questions))
     for question in questions:
-        asked = (question.task, question.instance)
+        asked = (question.task, len(question.context), question.instance)
         left = [run for run in runs if not ledger.has_task(*asked, run.policy, run.budget)]
         if left:
             context = read_context(model, question.context, progress)

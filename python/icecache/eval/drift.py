@@ -84,44 +84,36 @@ VARIANTS: dict[str, Callable[[LayerCache], Any]] = {
 
 
 def measure_drift(
-    model: Any,
-    name: str,
-    ids: Sequence[int],
-    budgets: Sequence[int],
-    ledger: Ledger,
-    progress: Progress,
+    model: Any, name: str, ids: Sequence[int], run: Run, ledger: Ledger, progress: Progress
 ) -> None:
-    """Reads the first 1,024 of `ids` with full attention, then decodes the others.
+    """Reads the first 1,024 of `ids` with full attention, then decodes the others with `run`, one
+    of icecache, in each variant.
 
     KL from full attention per stretch of 1,024 positions of the text, the last may be shorter.
     """
-    context = None
-    for budget in budgets:
-        if ledger.has_drift(name, budget):
-            continue
-        context = context or prefill(model, ids[:PREFILL], progress)
-        full = Decoder(model, context, FULL)
-        run = Run("icecache", budget)
-        decoders = {
-            variant: Decoder(model, context, run, wrap=wrap) for variant, wrap in VARIANTS.items()
-        }
-        divergences: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-        task = progress.add_task(f"drift, {run.name}", total=len(ids) - PREFILL)
-        for start in range(PREFILL, len(ids), CHUNK):
-            tokens = ids[start : start + CHUNK]
-            truth = full.read(tokens)
-            for variant, decoder in decoders.items():
-                mine = decoder.read(tokens)
-                divergences[variant] += [kl(p, q) for p, q in zip(truth, mine, strict=True)]
-            progress.advance(task, len(tokens))
-        progress.remove_task(task)
-        ledger.add(
-            drift=[
-                _row(variant, budget, name, PREFILL + start, found[start : start + STRETCH])
-                for variant, found in divergences.items()
-                for start in range(0, len(found), STRETCH)
-            ]
-        )
+    assert run.budget is not None
+    if ledger.has_drift(name, run.budget):
+        return
+    context = prefill(model, ids[:PREFILL], progress)
+    full = Decoder(model, context, FULL)
+    decoders = {name: Decoder(model, context, run, wrap=wrap) for name, wrap in VARIANTS.items()}
+    divergences: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    task = progress.add_task(f"drift, {run.name}", total=len(ids) - PREFILL)
+    for start in range(PREFILL, len(ids), CHUNK):
+        tokens = ids[start : start + CHUNK]
+        truth = full.read(tokens)
+        for variant, decoder in decoders.items():
+            mine = decoder.read(tokens)
+            divergences[variant] += [kl(p, q) for p, q in zip(truth, mine, strict=True)]
+        progress.advance(task, len(tokens))
+    progress.remove_task(task)
+    ledger.add(
+        drift=[
+            _row(variant, run.budget, name, PREFILL + start, found[start : start + STRETCH])
+            for variant, found in divergences.items()
+            for start in range(0, len(found), STRETCH)
+        ]
+    )
 
 
 def _row(variant: str, budget: int, text: str, start: int, found: Sequence[float]) -> DriftRow:

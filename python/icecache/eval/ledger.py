@@ -15,7 +15,7 @@ class Ledger:
     """The rows of a comparison, written to `path` after each addition; in memory alone for None.
 
     A file that is there is taken up, its rows stay: `EvalError` unless what `config` has under the
-    names `alike` is the same there.
+    names `alike` is the same there; of mappings, what both have.
     """
 
     def __init__(
@@ -25,13 +25,18 @@ class Ledger:
         self.comparison = Comparison(config=config)
         if path is not None and path.exists() and path.stat().st_size:
             found = Comparison.read(path)
+            merged = dict(config)
             for name in alike:
-                if (there := found.config.get(name)) != config[name]:
+                there, here = found.config.get(name), config[name]
+                if isinstance(there, dict) and isinstance(here, dict):
+                    merged[name] = there | here
+                    there, here = ({k: x[k] for k in there.keys() & here} for x in (there, here))
+                if there != here:
                     raise EvalError(
-                        f"{path} holds a comparison with {name} {there!r}, this one has "
-                        f"{config[name]!r}: give another file, or delete it"
+                        f"{path} holds a comparison with {name} {there!r}, this one has {here!r}: "
+                        "give another file, or delete it"
                     )
-            self.comparison = replace(found, config=config)
+            self.comparison = replace(found, config=merged)
 
     def text_row(self, text: str, policy: str, budget: int | None, equal: str) -> TextRow | None:
         """The row of one policy at one budget, if it was measured."""
@@ -41,10 +46,14 @@ class Ledger:
                 return row
         return None
 
-    def has_task(self, task: str, instance: int, policy: str, budget: int | None) -> bool:
-        wanted = (task, instance, policy, budget)
-        rows = self.comparison.tasks
-        return any((r.task, r.instance, r.policy, r.budget) == wanted for r in rows)
+    def has_task(
+        self, task: str, context: int, instance: int, policy: str, budget: int | None
+    ) -> bool:
+        wanted = (task, context, instance, policy, budget)
+        return any(
+            (row.task, row.context, row.instance, row.policy, row.budget) == wanted
+            for row in self.comparison.tasks
+        )
 
     def has_drift(self, text: str, budget: int) -> bool:
         return any((row.text, row.budget) == (text, budget) for row in self.comparison.drift)

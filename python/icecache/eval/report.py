@@ -15,6 +15,7 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+from icecache.eval.comparison import Comparison
 from icecache.eval.errors import EvalError
 from icecache.eval.kl import Closeness
 from icecache.eval.passkey import Retrieval
@@ -114,6 +115,45 @@ def passkey_table(rows: Sequence[Retrieval]) -> Table:
             found = sum(row.found for row in mine)
             cells.append(f"{found} of {len(mine)}, {fmean(row.logprob for row in mine):.2f}")
         table.add_row(policy, _budget(budget), *cells)
+    return table
+
+
+def comparison_tables(comparison: Comparison) -> list[Table]:
+    """What `icecache compare` measured, in short: means over texts, tasks and stretches."""
+    tables = []
+    for equal, what in (("tokens", "exact tokens"), ("bytes", "bytes read as icecache")):
+        rows = [row for row in comparison.texts if row.equal == equal]
+        if rows:
+            tables.append(
+                _mean_table(
+                    f"KL from full attention in nats, at equal {what}",
+                    [(row.policy, _budget(row.budget), row.kl) for row in rows],
+                    "{:.4f}",
+                )
+            )
+    able = [row for row in comparison.tasks if row.full_right]
+    if able:
+        lost = [
+            (r.policy, f"{r.task}, {_budget(r.budget)}", r.full_logprob - r.logprob) for r in able
+        ]
+        tables.append(
+            _mean_table("log-probability lost where full attention is right", lost, "{:.2f}")
+        )
+    if comparison.drift:
+        drift = [(row.variant, f"from {row.start}", row.kl) for row in comparison.drift]
+        tables.append(_mean_table("KL by stretch of decoded tokens", drift, "{:.4f}"))
+    return tables
+
+
+def _mean_table(title: str, cells: Sequence[tuple[str, str, float]], shown: str) -> Table:
+    """Means of `(line, column, value)`."""
+    columns = list(dict.fromkeys(column for _, column, _ in cells))
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    for heading in ("", *columns):
+        table.add_column(heading, justify="right" if heading else "left")
+    for line in dict.fromkeys(line for line, _, _ in cells):
+        mine = [[v for at, c, v in cells if (at, c) == (line, column)] for column in columns]
+        table.add_row(line, *(shown.format(fmean(values)) if values else "" for values in mine))
     return table
 
 

@@ -6,7 +6,7 @@ import argparse
 import inspect
 import random
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import accumulate, repeat
 from pathlib import Path
@@ -95,7 +95,7 @@ def make_haystack(
     room = length - len(header) - len(needle)
     if room < 1:
         raise EvalError(f"a haystack needs at least {length - room + 1} tokens, got {length}")
-    hay, ends = _sentences(tokenizer, kind, room)
+    hay, ends = fill(tokenizer, endless(kind), room)
     split = min(ends, key=lambda end: abs(end - depth * room))
     return Haystack(
         length=length,
@@ -107,14 +107,14 @@ def make_haystack(
     )
 
 
-def _sentences(tokenizer: Any, kind: str, room: int) -> tuple[list[int], list[int]]:
+def fill(tokenizer: Any, sentences: Iterable[str], room: int) -> tuple[list[int], list[int]]:
     """`room` tokens that end with a sentence, and the offsets at which its sentences end, with 0.
 
     Whole sentences rarely fit, so the surplus is cut off at the front.
     """
     hay: list[int] = []
     lengths: list[int] = []
-    for sentence in _endless(kind):
+    for sentence in sentences:
         ids = encode(tokenizer, " " + sentence)
         hay += ids
         lengths.append(len(ids))
@@ -125,7 +125,8 @@ def _sentences(tokenizer: Any, kind: str, room: int) -> tuple[list[int], list[in
     return hay[surplus:], [0, *(end for end in ends if end > 0)]
 
 
-def _endless(kind: str) -> Iterator[str]:
+def endless(kind: str) -> Iterator[str]:
+    """The sentences of one of `HAYSTACKS`, over and over."""
     text = _FILLER if kind == "filler" else read_text(None)[1]
     sentences = [s for s in re.split(r"(?<=[.!?])\s+", text) if s.strip()]
     for once in repeat(sentences):

@@ -1,0 +1,92 @@
+"""Statements hidden in unrelated prose: a model has to find the few that matter."""
+
+from __future__ import annotations
+
+import random
+from itertools import islice, pairwise
+from typing import Any
+
+from icecache.eval.tasks.question import Draft, draft, room_for
+from icecache.eval.tasks.words import CITIES, WORDS
+from icecache.eval.texts import encode, endless, fill, make_haystack
+
+DEPTHS = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
+"""Of the pass key, one instance after another: a few of them already cover the grid."""
+NEEDLES = 8
+CHAINS, HOPS = 3, 3
+PASSAGE_WORDS, CUE_WORDS, ANSWER_WORDS = 64, 8, 20
+_FIRST_SENTENCES = 1000
+"""The haystack begins with one of the first so many sentences of Python's reference."""
+
+
+def passkey(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
+    depth = DEPTHS[instance % len(DEPTHS)]
+    hay = make_haystack(tokenizer, length, depth, seed=rng.getrandbits(32))
+    return Draft(hay.context, hay.cue, hay.answer)
+
+
+def needles(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
+    cities = rng.sample(CITIES, NEEDLES)
+    numbers = rng.sample(range(10_000, 100_000), NEEDLES)
+    statements = [
+        f"The magic number of {city} is {number}."
+        for city, number in zip(cities, numbers, strict=True)
+    ]
+    head = "Magic numbers of cities are hidden in this text. Remember them."
+    asked = rng.randrange(NEEDLES)
+    return draft(
+        tokenizer,
+        _hide(tokenizer, head, statements, length, rng),
+        f" The magic number of {cities[asked]} is",
+        f" {numbers[asked]}",
+    )
+
+
+def variables(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
+    names = rng.sample(WORDS, (CHAINS + 1) * (HOPS + 1))
+    example, *chains = (names[i :: CHAINS + 1] for i in range(CHAINS + 1))
+    statements = [
+        f"Copy {chain[hop]} to {chain[hop + 1]}."
+        for hop in range(HOPS)
+        for chain in rng.sample(chains, CHAINS)
+    ]
+    shown = " ".join(f"Copy {a} to {b}." for a, b in pairwise(example))
+    head = f"Follow the copies. An example: {shown} All copies: {' to '.join(example)}."
+    first, *others = chains[0]
+    return draft(
+        tokenizer,
+        _hide(tokenizer, head, statements, length, rng),
+        f" All copies: {first} to",
+        f" {' to '.join(others)}.",
+    )
+
+
+def copy(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
+    words = rng.sample(WORDS, PASSAGE_WORDS)
+    head = "A list of words is hidden in this text. Remember it."
+    end = CUE_WORDS + ANSWER_WORDS
+    return draft(
+        tokenizer,
+        _hide(tokenizer, head, ["The words are: " + " ".join(words) + "."], length, rng),
+        " The words are: " + " ".join(words[:CUE_WORDS]),
+        "".join(f" {word}" for word in words[CUE_WORDS:end]),
+    )
+
+
+def _hide(
+    tokenizer: Any, head: str, statements: list[str], length: int, rng: random.Random
+) -> list[int]:
+    """`length` tokens: the head, then prose with the statements in order, spread evenly."""
+    start = encode(tokenizer, head)
+    hidden = [encode(tokenizer, " " + statement) for statement in statements]
+    room = room_for(length, start, *hidden)
+    prose = islice(endless("prose"), rng.randrange(_FIRST_SENTENCES), None)
+    # On one line, or models break the lines of their answers as well.
+    hay, ends = fill(tokenizer, (" ".join(sentence.split()) for sentence in prose), room)
+    context, done = start, 0
+    for i, statement in enumerate(hidden):
+        place = room * (i + rng.random()) / len(hidden)
+        end = min((e for e in ends if e >= done), key=lambda e: abs(e - place))
+        context = context + hay[done:end] + statement
+        done = end
+    return context + hay[done:]

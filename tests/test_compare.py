@@ -154,9 +154,15 @@ def test_a_run_that_was_stopped_goes_on(model, passage, progress, tmp_path, monk
         measured(model, [passage], runs, progress, path)
     assert [row.policy for row in Comparison.read(path).texts] == ["full", "window"]
     fed.clear()
-    monkeypatch.setattr(Decoder, "read", lambda *a, **o: fed.append(a[0].run.policy) or feed(*a, **o))
+    monkeypatch.setattr(
+        Decoder, "read", lambda *a, **o: fed.append(a[0].run.policy) or feed(*a, **o)
+    )
     resumed = measured(model, [passage], runs, progress, path)
-    assert set(fed) == {"full", "icecache", "window"}  # full as the reference, window at equal bytes
+    assert set(fed) == {
+        "full",
+        "icecache",
+        "window",
+    }  # full as the reference, window at equal bytes
     assert replace(resumed, config={}) == replace(whole, config={})
     assert Comparison.read(path) == resumed
     fed.clear()
@@ -218,23 +224,25 @@ class Stats:
 
 
 @given(
-    steps=st.lists(st.lists(st.sets(st.integers(0, 19)), min_size=2, max_size=2), max_size=12),
+    steps=st.lists(
+        st.lists(st.sets(st.integers(0, 49), max_size=12), min_size=2, max_size=2), max_size=12
+    ),
     slots=st.integers(1, 9),
 )
 def test_traffic_is_that_of_a_list_of_slots(steps, slots):
     config = IceConfig(token_budget=1, device_tokens=slots, sink_tokens=2, window_tokens=3)
-    traffic = Traffic("pages", config, 4, 8)
+    traffic = Traffic("pages", LayerCache(4, 2, 8, config), 4, 8)
     resident = [OrderedDict(), OrderedDict()]
     for wanted in steps:
-        n, moved = 20, 0
+        n, moved, kept = 50, 0, 2 + 3 + 32
         for head, positions in enumerate(wanted):
-            for position in sorted(p for p in positions if 2 <= p < 17):
+            for position in sorted(p for p in positions if 2 <= p < 47):
                 moved += resident[head].pop(position, 0) == 0
                 resident[head][position] = 1
             while len(resident[head]) > slots:
                 resident[head].pop(next(iter(resident[head])))
         selected = [np.array(sorted(positions), dtype=np.int64) for positions in wanted]
-        assert traffic.step(selected, Stats(n, n * 2 * 64)) == (moved * 64, (20 + slots) * 2 * 64)
+        assert traffic.step(selected, Stats(n, n * 2 * 64)) == (moved * 64, (kept + slots) * 2 * 64)
 
 
 def layer_of(n, seed=0, **options):

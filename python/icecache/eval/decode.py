@@ -131,7 +131,7 @@ class Decoder:
             layer.prefill(*context.layers[layer_index])
             if isinstance(layer, DenseLayer) and context.prompts is not None:
                 layer.observe(context.prompts[layer_index])
-            self._traffic.append(Traffic(run.policy, config, num_q_heads, head_dim))
+            self._traffic.append(Traffic(run.policy, layer, num_q_heads, head_dim))
             self._probes.append(Probe(wrap(layer), num_q_heads, scale, armed=self._watching))
             return self._probes[-1]
 

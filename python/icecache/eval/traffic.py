@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
-from icecache.config import IceConfig
 from icecache.policies import POLICIES
 from icecache.stats import LayerStats
 
@@ -16,20 +16,21 @@ class Traffic:
     """One layer. Every policy that fetches rows has the same slots for them: four times its budget
     per KV head (`device_tokens`), the most recently used stay."""
 
-    def __init__(self, policy: str, config: IceConfig, num_q_heads: int, head_dim: int) -> None:
+    def __init__(self, policy: str, layer: Any, num_q_heads: int, head_dim: int) -> None:
+        """`layer`: a `LayerLike` with its options, `config`."""
         self._policy = POLICIES[policy]
-        self._config = config
+        self._layer = layer
         self._answer_bytes = 4 * num_q_heads * (head_dim + 2)
-        self._slots = config.device_tokens or 4 * config.token_budget
+        self._slots = layer.config.device_tokens or 4 * layer.config.token_budget
         self._resident: list[OrderedDict[int, None]] = []
 
     def step(self, selected: Sequence[np.ndarray], stats: LayerStats) -> tuple[float, float]:
         """Bytes moved and bytes held, of all KV heads, after a position that attended to
         `selected` (positions per KV head)."""
         pair = stats.kv_bytes / stats.seq_len / len(selected)
-        kept = self._policy.keeps(stats.seq_len, self._config)
+        kept = self._policy.keeps(stats.seq_len, self._layer)
         moved = 0.0
-        if self._policy.fetches:
+        if self._policy.fetches and kept < stats.seq_len:
             kept += min(self._slots, stats.seq_len)
             window = stats.seq_len - stats.window_tokens
             for head, positions in enumerate(selected):

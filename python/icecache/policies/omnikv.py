@@ -19,6 +19,9 @@ class OmniKVLayer(DenseLayer):
     layers that attend to everything; of the others, what is chosen is fetched.
     """
 
+    def sees_everything(self) -> bool:
+        return self.layer_index <= FILTERS[0] or self.layer_index in FILTERS
+
     def choose(self, at: Positions) -> Choice | None:
         self._found: torch.Tensor | None = None
         if self.layer_index in FILTERS:

@@ -15,7 +15,7 @@ from icecache.policies.dense import WINDOW_SLACK, DenseLayer
 from icecache.policies.full import FullLayer
 from icecache.policies.h2o import H2OLayer
 from icecache.policies.magicpig import MagicPIGLayer
-from icecache.policies.omnikv import FILTERS, OmniKVLayer
+from icecache.policies.omnikv import OmniKVLayer
 from icecache.policies.pqcache import PQCacheLayer
 from icecache.policies.quest import QuestLayer
 from icecache.policies.retroinfer import TOKENS as RETROINFER_TOKENS
@@ -32,7 +32,8 @@ class Policy:
     what: one sentence. deployable: whether choosing costs less than attending to everything.
     fetches: whether the rows it chooses lie in host memory and are fetched. answers: whether the
     host sends up an output of its own part, for each query head. keeps: key and value rows (pairs)
-    per KV head that are always on the device, of `n` tokens.
+    per KV head of a layer that are always on the device, of `n` tokens; nothing is fetched where
+    all are.
     """
 
     what: str
@@ -43,27 +44,24 @@ class Policy:
     deployable: bool = True
     fetches: bool = False
     answers: bool = False
-    keeps: Callable[[int, IceConfig], float]
+    keeps: Callable[[int, Any], float]
 
 
-def _everything(n: int, config: IceConfig) -> float:
+def _everything(n: int, layer: Any) -> float:
     return n
 
 
-def _sink_and_window(n: int, config: IceConfig) -> float:
-    return min(n, config.sink_tokens + config.window_tokens + WINDOW_SLACK)
+def _sink_and_window(n: int, layer: Any) -> float:
+    return min(n, layer.config.sink_tokens + layer.config.window_tokens + WINDOW_SLACK)
 
 
-def _pages(n: int, tokens: int, config: IceConfig) -> float:
+def _pages(n: int, tokens: int, layer: Any) -> float:
     """Pages, smaller ones where the budget is."""
-    return n / min(tokens, config.token_budget)
+    return n / min(tokens, layer.config.token_budget)
 
 
-def _within_budget(n: int, config: IceConfig) -> float:
-    return min(n, _sink_and_window(n, config) + config.token_budget)
-
-
-_OMNIKV_FULL = (FILTERS[0] + len(FILTERS)) / 32
+def _within_budget(n: int, layer: Any) -> float:
+    return min(n, _sink_and_window(n, layer) + layer.config.token_budget)
 
 
 POLICIES: dict[str, Policy] = {
@@ -97,15 +95,13 @@ POLICIES: dict[str, Policy] = {
     "quest": Policy(
         what="Quest: pages of 16 tokens by the minimum and maximum of their keys.",
         layer=QuestLayer,
-        keeps=lambda n, config: n + _pages(n, QuestLayer.PAGE, config),
+        keeps=lambda n, layer: n + _pages(n, QuestLayer.PAGE, layer),
     ),
     "arkvale": Policy(
         what="ArkVale: pages of 32 tokens by a ball around their keys, recalled from the host.",
         layer=ArkValeLayer,
         fetches=True,
-        keeps=lambda n, config: (
-            _sink_and_window(n, config) + _pages(n, ArkValeLayer.PAGE, config) / 2
-        ),
+        keeps=lambda n, layer: _sink_and_window(n, layer) + _pages(n, ArkValeLayer.PAGE, layer) / 2,
     ),
     "pqcache": Policy(
         what="PQCache: tokens by product-quantized keys of 12 bits.",
@@ -113,7 +109,7 @@ POLICIES: dict[str, Policy] = {
         seeded=True,
         fetches=True,
         # 12 bits beside a key and a value of 128 numbers of 16 bits.
-        keeps=lambda n, config: _sink_and_window(n, config) + n * 12 / 4096 + 32,
+        keeps=lambda n, layer: _sink_and_window(n, layer) + n * 12 / 4096 + 32,
     ),
     "magicpig": Policy(
         what="MagicPIG: tokens sampled by hash tables, weighted by their probability.",
@@ -126,15 +122,14 @@ POLICIES: dict[str, Policy] = {
         what="OmniKV: three layers see everything and choose for the layers above them.",
         layer=OmniKVLayer,
         fetches=True,
-        # The mean of 32 layers, of which those up to the first filter and the filters keep all.
-        keeps=lambda n, config: _sink_and_window(n, config) * (1 - _OMNIKV_FULL) + n * _OMNIKV_FULL,
+        keeps=lambda n, layer: n if layer.sees_everything() else _sink_and_window(n, layer),
     ),
     "retroinfer": Policy(
         what="RetroInfer: clusters of 16 tokens, the best exactly, the next by their means.",
         layer=RetroInferLayer,
         seeded=True,
         fetches=True,
-        keeps=lambda n, config: _sink_and_window(n, config) + _pages(n, RETROINFER_TOKENS, config),
+        keeps=lambda n, layer: _sink_and_window(n, layer) + _pages(n, RETROINFER_TOKENS, layer),
     ),
     "pages": Policy(
         what="The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.",

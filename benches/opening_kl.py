@@ -138,7 +138,10 @@ def kl(names: list[str], budget: int, seeds: int, tokens: int, texts: list[str])
             for seed in range(seeds):
                 for name, run in runs(names, budget, context, seed, rows.group).items():
                     steps = feed(Decoder(model, context, run, seed=seed), fed, progress)
-                    mean = fmean(divergence(a, b) for a, b in zip(truth, steps, strict=True))
+                    mean = fmean(
+                        divergence(a.log_probs, b.log_probs)
+                        for a, b in zip(truth, steps, strict=True)
+                    )
                     shares = [(step.key_share, step.value_share) for step in steps]
                     found.setdefault((name, text), []).append((mean, *np.mean(shares, axis=0)))
                     print(f"{text}, seed {seed}, {name}: {mean:.4f}", file=sys.stderr)

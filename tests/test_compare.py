@@ -16,12 +16,12 @@ from tiny_tokenizer import VOCABULARY
 
 from icecache import IceConfig, LayerCache
 from icecache.eval import drift
-from icecache.eval.compare import CHUNK, Passage, compare_tasks, compare_texts, kl, read_context
+from icecache.eval.compare import CHUNK, Passage, compare_tasks, compare_texts, read_context
 from icecache.eval.comparison import Comparison
 from icecache.eval.decode import Decoder
 from icecache.eval.drift import VARIANTS, NotInserted, Rebuilt, measure_drift
 from icecache.eval.errors import EvalError
-from icecache.eval.kl import evaluate_text
+from icecache.eval.kl import divergence, evaluate_text
 from icecache.eval.ledger import Ledger
 from icecache.eval.runs import FORCED, FULL, Run, plan
 from icecache.eval.tasks import Question
@@ -113,7 +113,7 @@ def test_only_scored_positions_count(model, passage, progress):
     parts += [[token] for token in passage.fed[TOKENS - 16 :]]
     mine = torch.cat([decoder.read(part) for part in parts])[scored]
     truth = torch.cat([full.read(part) for part in parts])[scored]
-    each = [kl(p, q) for p, q in zip(truth, mine, strict=True)]
+    each = [divergence(p, q) for p, q in zip(truth, mine, strict=True)]
     assert row.positions == sum(scored) == len(each)
     assert row.kl == pytest.approx(sum(each) / len(each))
     losses = [-mine[i, passage.targets[j]] for i, j in enumerate(np.flatnonzero(scored))]

@@ -250,8 +250,8 @@ def test_a_plan_forces_what_all_policies_share():
     ]:
         with pytest.raises(EvalError, match=message):
             plan(["icecache"], [16], options)
-    with pytest.raises(EvalError, match="got 'quest'"):
-        plan(["quest"], [16])
+    with pytest.raises(EvalError, match="got 'nothing'"):
+        plan(["nothing"], [16])
 
 
 def test_models_that_cannot_be_evaluated_are_refused(model):

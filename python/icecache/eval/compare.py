@@ -7,10 +7,9 @@ which chooses for itself; the last ones one by one, which tells what a step cost
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +18,7 @@ from rich.progress import Progress
 from icecache.eval.capture import capture
 from icecache.eval.comparison import HeadRow, TaskRow, TextRow
 from icecache.eval.decode import Cost, Decoder, Prefill
+from icecache.eval.kl import divergence, standard_error
 from icecache.eval.ledger import Ledger
 from icecache.eval.runs import FULL, Run
 from icecache.policies import POLICIES, Prompt
@@ -171,7 +171,7 @@ class _Text:
         assert self._reference is not None
         scored = torch.tensor(self._passage.scored)
         full, mine = self._reference[scored], fed.log_probs[scored]
-        divergences = [kl(p, q) for p, q in zip(full, mine, strict=True)]
+        divergences = [divergence(p, q) for p, q in zip(full, mine, strict=True)]
         targets = torch.tensor(self._passage.targets)[scored]
         loss = -mine.gather(1, targets[:, None]).double().mean()
         n = len(divergences)
@@ -183,7 +183,7 @@ class _Text:
             text=self._passage.name,
             positions=n,
             kl=fmean(divergences),
-            kl_stderr=stdev(divergences) / math.sqrt(n) if n > 1 else math.nan,
+            kl_stderr=standard_error(divergences),
             perplexity=float(loss.exp()),
             agreement=float((full.argmax(1) == mine.argmax(1)).double().mean()),
             exact_tokens=fmean(cost.exact_tokens for cost in fed.costs),
@@ -201,12 +201,6 @@ class _Fed:
     log_probs: torch.Tensor
     heads: list[list[tuple[torch.Tensor, torch.Tensor]]]
     costs: list[Cost]
-
-
-def kl(log_p: torch.Tensor, log_q: torch.Tensor) -> float:
-    """KL(p || q) in nats; `[vocabulary]` each."""
-    log_p, log_q = log_p.double(), log_q.double()
-    return float((log_p.exp() * (log_p - log_q)).sum())
 
 
 def compare_tasks(

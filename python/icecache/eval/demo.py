@@ -90,7 +90,7 @@ def _row(
         answer=answer,
         found=found,
         tokens_exact=fmean(step.tokens_exact for step in steps),
-        kl=fmean(divergence(full, step) for full, step in pairs),
+        kl=fmean(divergence(full.log_probs, step.log_probs) for full, step in pairs),
         agreement=agreement(pairs),
         kv_bytes=kv_bytes,
         index_bytes=index_bytes,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from statistics import fmean, stdev
+from statistics import fmean
 from typing import Any
 
 import torch
 from rich.progress import Progress
 
-from icecache.eval.compare import CHUNK, kl
+from icecache.eval.compare import CHUNK
 from icecache.eval.comparison import DriftRow
 from icecache.eval.decode import Decoder, prefill
+from icecache.eval.kl import divergence, standard_error
 from icecache.eval.ledger import Ledger
 from icecache.eval.runs import FULL, Run
 from icecache.layer import LayerCache
@@ -104,7 +104,7 @@ def measure_drift(
         truth = full.read(tokens)
         for variant, decoder in decoders.items():
             mine = decoder.read(tokens)
-            divergences[variant] += [kl(p, q) for p, q in zip(truth, mine, strict=True)]
+            divergences[variant] += [divergence(p, q) for p, q in zip(truth, mine, strict=True)]
         progress.advance(task, len(tokens))
     progress.remove_task(task)
     ledger.add(
@@ -117,13 +117,12 @@ def measure_drift(
 
 
 def _row(variant: str, budget: int, text: str, start: int, found: Sequence[float]) -> DriftRow:
-    n = len(found)
     return DriftRow(
         variant=variant,
         budget=budget,
         text=text,
         start=start,
-        positions=n,
+        positions=len(found),
         kl=fmean(found),
-        kl_stderr=stdev(found) / math.sqrt(n) if n > 1 else math.nan,
+        kl_stderr=standard_error(found),
     )

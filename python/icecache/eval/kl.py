@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean, median, stdev
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from icecache.eval.decode import Decoder, Step, prefill
@@ -79,8 +80,7 @@ def compare(
 ) -> Closeness:
     """Sums up the steps of a run, of which `targets` are the true next tokens."""
     pairs = list(zip(reference, steps, strict=True))
-    divergences = [divergence(full, step) for full, step in pairs]
-    error = stdev(divergences) / math.sqrt(len(divergences)) if len(divergences) > 1 else math.nan
+    divergences = [divergence(full.log_probs, step.log_probs) for full, step in pairs]
     losses = [-float(s.log_probs[token]) for s, token in zip(steps, targets, strict=True)]
     timed = [step.ms for step in steps if step.true_mass is None] or [step.ms for step in steps]
     return Closeness(
@@ -89,7 +89,7 @@ def compare(
         text=name,
         perplexity=math.exp(fmean(losses)),
         kl=fmean(divergences),
-        kl_stderr=error,
+        kl_stderr=standard_error(divergences),
         agreement=agreement(pairs),
         tokens_exact=fmean(step.tokens_exact for step in steps),
         key_rows_read=fmean(step.key_share for step in steps),
@@ -99,10 +99,15 @@ def compare(
     )
 
 
-def divergence(full: Step, other: Step) -> float:
-    """KL(full || other) of the next-token distributions, in nats."""
-    log_p, log_q = full.log_probs.double(), other.log_probs.double()
+def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> float:
+    """KL(p || q) of two distributions of the next token, `[vocabulary]`, in nats."""
+    log_p, log_q = log_p.double(), log_q.double()
     return float((log_p.exp() * (log_p - log_q)).sum())
+
+
+def standard_error(values: Sequence[float]) -> float:
+    """Of their mean, taken as independent; NaN for one value."""
+    return stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
 
 
 def agreement(pairs: Iterable[tuple[Step, Step]]) -> float:

@@ -165,15 +165,33 @@ def test_wrong_input_is_refused():
 
 
 def test_names_make_the_layers_they_stand_for():
-    assert list(POLICIES) == ["full", "topk", "window", "pages", "icecache", "icecache-reuse"]
-    with pytest.raises(ValueError, match=r"policy must be one of .* got 'quest'"):
-        make_policy("quest", 64)
+    assert list(POLICIES) == [
+        "full",
+        "topk",
+        "window",
+        "h2o",
+        "snapkv",
+        "quest",
+        "arkvale",
+        "pqcache",
+        "magicpig",
+        "omnikv",
+        "retroinfer",
+        "pages",
+        "pages-reuse",
+        "icecache-reuse",
+        "icecache",
+    ]
+    with pytest.raises(ValueError, match=r"policy must be one of .* got 'ours'"):
+        make_policy("ours", 64)
     with pytest.raises(TypeError, match="budgets"):
         make_policy("topk", 64, budgets=1)
     paper, ours = make("pages"), make("icecache")
     assert type(paper) is type(ours) is LayerCache
     assert POLICIES["pages"].config(token_budget=64) == IceConfig.paper(64)
     assert POLICIES["icecache"].config(token_budget=64) == IceConfig(token_budget=64)
+    paper_reuse = POLICIES["pages-reuse"].config(token_budget=64)
+    assert paper_reuse == IceConfig.paper(64, reuse_layers=3)
     reuse = POLICIES["icecache-reuse"].config(token_budget=64)
     assert reuse == IceConfig(token_budget=64, reuse_layers=3)
 

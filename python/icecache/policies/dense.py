@@ -84,6 +84,19 @@ def whole(score: torch.Tensor, size: torch.Tensor, count: int) -> torch.Tensor:
     return torch.zeros_like(score, dtype=torch.bool).scatter_(-1, order, tokens <= count)
 
 
+def group_share(at: Positions, logits: torch.Tensor) -> torch.Tensor:
+    """Each candidate's share in the softmax over all candidates, sink and window, summed over the
+    query heads of the group.
+
+    logits: what is known of the candidates, f32 `[kv_heads, group, t, m]`, -inf for what is none.
+    Returns `[kv_heads, t, m]`.
+    """
+    ends = (~at.middle[0]).nonzero()[:, 0]  # sink and window of every position, and more
+    always = at.logits[..., ends].masked_fill(at.middle[:, ends], -torch.inf)
+    total = torch.cat([always, logits], dim=-1).logsumexp(dim=-1, keepdim=True)
+    return (logits - total).exp().sum(dim=1)
+
+
 class DenseLayer:
     """Keys and values as two torch tensors; a subclass says which tokens a query attends to.
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from icecache.policies.dense import Choice, DenseLayer, Positions, whole
+from icecache.policies.dense import Choice, DenseLayer, Positions, group_share, whole
 
 
 class PageLayer(DenseLayer):
     """Whole pages, by their bounds, until the budget is full. Pages begin behind the sink.
 
-    A page's score is its share in the softmax over the bounds of all pages, summed over the query
-    heads of the group: one choice per KV head. A page that is not full yet when a position attends
+    A page's score is the share of its bound in a softmax (`group_share`): one choice per KV head. A page that is not full yet when a position attends
     comes first. Of a page that reaches into the window only the rest spends budget.
     """
 
@@ -45,7 +44,7 @@ class PageLayer(DenseLayer):
         padded = functional.pad(at.middle[:, sink:], (0, size))[:, : pages * size]
         tokens = padded.unflatten(1, (pages, size)).sum(dim=-1)
         bound = bound.masked_fill(tokens[:, :full] == 0, -torch.inf)
-        score = functional.pad(torch.softmax(bound, dim=-1).sum(dim=1), (0, pages - full))
+        score = functional.pad(group_share(at, bound), (0, pages - full))
         position = torch.arange(n - at.q.shape[2], n)[:, None]
         ends = sink + size * torch.arange(1, pages + 1)
         score = score.masked_fill(ends > position + 1, torch.inf)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from icecache.policies.clusters import kmeans, nearest
-from icecache.policies.dense import Choice, DenseLayer, Positions, best
+from icecache.policies.dense import Choice, DenseLayer, Positions, best, group_share
 
 PARTS = 2
 BITS = 6
@@ -17,8 +18,8 @@ class PQCacheLayer(DenseLayer):
 
     Keys are cut into 2 parts, each replaced by one of 64 centroids, from k-means of all tokens
     between sink and window when a position attends first. Later tokens get codes from these
-    codebooks when they leave the window. A token's score is its share in the softmax, summed over
-    the query heads of the group; sink and window enter it with their true logits. Published: one
+    codebooks when they leave the window. Its score is the share of its logit in a softmax
+    (`group_share`). Published: one
     choice per query head. On a device: codes, codebooks and a cache of recently fetched blocks,
     which decides what is moved only and is left out. The quantized keys are stored here in full.
     """
@@ -32,16 +33,12 @@ class PQCacheLayer(DenseLayer):
         if known < last:
             fresh = self._quantize(at.k[:, known:last].float())
             self._quantized = torch.cat([self._quantized, fresh], dim=1)
-        logits = at.logits.clone()
-        approximate = at.q.flatten(1, 2) @ self._quantized[:, : last - sink].mT
-        logits[..., sink:last] = torch.where(
-            at.middle[:, sink:last],
-            approximate.reshape(*at.q.shape[:3], -1),
-            logits[..., sink:last],
-        )
-        share = torch.softmax(logits, dim=-1).sum(dim=1)
+        logits = (at.q.flatten(1, 2) @ self._quantized[:, : last - sink].mT).view(*at.q.shape[:3], -1)
+        share = group_share(at, logits.masked_fill(~at.middle[:, sink:last], -torch.inf))
+        chosen = best(share, at.middle[:, sink:last], self.config.token_budget)
         codes = (last - sink) * PARTS * BITS / (8 * self.head_dim * at.k.element_size())
-        return Choice(best(share, at.middle, self.config.token_budget), codes + 2**BITS)
+        exact = functional.pad(chosen, (sink, at.k.shape[1] - last))
+        return Choice(exact, codes + 2**BITS)
 
     def _learn_books(self, keys: torch.Tensor) -> None:
         generator = torch.Generator().manual_seed(self.config.seed * 1000 + self.layer_index)

@@ -6,7 +6,7 @@ import torch
 from torch.nn import functional
 
 from icecache.policies.clusters import kmeans, means, sizes
-from icecache.policies.dense import Choice, DenseLayer, Positions, whole
+from icecache.policies.dense import Choice, DenseLayer, Positions, group_share, whole
 
 TOKENS = 16
 SEGMENT = 8192
@@ -20,8 +20,7 @@ class RetroInferLayer(DenseLayer):
     all clusters stand for their tokens by centroid, number and mean value; the rest is dropped.
 
     Clusters come from spherical k-means of centred keys within segments of 8,192 tokens. A
-    cluster's score is its share in the softmax over the centroids' logits, summed over the query
-    heads of the group. Tokens that left the window wait until they are 1,024, then become a
+    cluster's score is its centroid's share in a softmax (`group_share`). Tokens that left the window wait until they are 1,024, then become a
     segment; published, they are all attended to until then, here each counts as a cluster of its
     own. On a device: centroids, mean values and numbers, and a cache of recently fetched clusters,
     which decides what is moved only and is left out.
@@ -48,11 +47,10 @@ class RetroInferLayer(DenseLayer):
         seen = seen & (number[:, None] > 0)
         logits = (at.q.flatten(1, 2) @ keys.mT).reshape(*at.q.shape[:3], -1)
         logits = logits.masked_fill(~seen[:, None], -torch.inf)
-        score = torch.softmax(logits, dim=-1).sum(dim=1).masked_fill(~seen, -torch.inf)
+        score = group_share(at, logits).masked_fill(~seen, -torch.inf)
         taken = whole(score, number[:, None], self.config.token_budget) & seen
-        left = score.masked_fill(taken, -torch.inf)
-        next_best = left.topk(min(round(ESTIMATED * keys.shape[1]), keys.shape[1]), dim=-1).indices
-        estimated = torch.zeros_like(seen).scatter_(-1, next_best, True) & seen & ~taken
+        rank = score.masked_fill(taken, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
+        estimated = (rank < (ESTIMATED * seen.sum(dim=-1)).round()[..., None]) & seen & ~taken
 
         labels = self._labels[:, None].expand(-1, len(seen[0]), -1)
         exact = torch.cat([taken.gather(2, labels), taken[..., count:]], dim=-1)

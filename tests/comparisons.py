@@ -1,6 +1,5 @@
 """Comparisons that were never measured, for tests of the report."""
 
-import math
 import random
 
 from icecache.eval.comparison import Comparison, DriftRow, HeadRow, TaskRow, TextRow
@@ -120,7 +119,3 @@ def whole(seed=0, texts=("pydoc", "gpl", "argparse"), budgets=(16, 64, 256)):
                     )  # fmt: skip
     more = {"command": "icecache compare --model smollm2 --budgets 16,64,256 --json out.json"}
     return Comparison(config=config(**more), texts=rows, tasks=tasks, drift=drift, heads=heads)
-
-
-def nan():
-    return math.nan

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -79,10 +80,10 @@ def head_table(comparison: Comparison) -> Table:
                 [
                     shown_name(comparison.config, policy),
                     whole(budget),
-                    number(float(np.nanmean(error))),
-                    number(float(np.nanmedian(error))),
+                    number(_mean(error)),
+                    number(_mean(error, np.median)),
                     _extreme(error, np.nanargmax),
-                    percent(float(np.nanmean(mass))),
+                    percent(_mean(mass)),
                     _extreme(mass, np.nanargmin),
                 ]
             )
@@ -111,7 +112,12 @@ def grid_of(rows: Sequence[HeadRow], quantity: str, shape: tuple[int, int]) -> G
 
 
 def _label(name: str, quantity: str, grid: Grid) -> str:
-    return f"{name}: {quantity} by layer and KV head, {number(float(np.nanmean(grid)))} on average"
+    return f"{name}: {quantity} by layer and KV head, {number(_mean(grid))} on average"
+
+
+def _mean(grid: Grid, of: Callable[[Any], Any] = np.mean) -> float:
+    found = grid[~np.isnan(grid)]
+    return float(of(found)) if found.size else math.nan
 
 
 def _extreme(grid: Grid, find: Callable[[Any], Any]) -> str:

@@ -235,8 +235,8 @@ def spread(heights: Sequence[float], gap: float) -> list[float]:
     return moved
 
 
-def swatch(style: Style) -> Markup:
-    """The line of a policy, for a legend."""
+def swatch(name: str, style: Style) -> Markup:
+    """The line of a policy, for a legend; `name` is unique in the page."""
     with rc_context(STYLE):
         figure = Figure(figsize=(0.36, 0.14))
         axes = figure.add_axes((0, 0, 1, 1), frameon=False, xlim=(0, 2), ylim=(-1, 1))
@@ -252,7 +252,7 @@ def swatch(style: Style) -> Markup:
             linewidth=2.4 if style.bold else 1.1,
             dashes=(2.5, 1.5) if style.dashed else (None, None),
         )
-        return inline(figure, f"swatch-{style.key}", style.name)
+        return inline(figure, name, style.name)
 
 
 def scale_of(values: Sequence[float], *, log: bool) -> Normalize:

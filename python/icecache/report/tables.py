@@ -158,8 +158,9 @@ def task_table(comparison: Comparison) -> Table:
             ]
             lines.append(cells)
     return Table(
-        caption="Right answers, and the log-probability lost on average, in nats, over the instances "
-        "that full attention gets right; in brackets the other instances, which no average has.",
+        caption="Right answers, and the log-probability lost on average, in nats, over the "
+        "instances that full attention gets right; in brackets the other instances, which no "
+        "average has.",
         heads=[
             "policy",
             "budget",

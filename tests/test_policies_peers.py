@@ -53,7 +53,10 @@ def test_more_budget_comes_closer_to_full_attention(name):
     errors = []
     for budget in (4, 64, 120):
         pairs = [
-            (decoded(name, 140, 8, budget, seed=s, count=4)[0], decoded("full", 140, 8, 1, seed=s)[0])
+            (
+                decoded(name, 140, 8, budget, seed=s, count=4)[0],
+                decoded("full", 140, 8, 1, seed=s)[0],
+            )
             for s in range(12)
         ]
         errors.append(sum(float((out - full).square().mean()) for out, full in pairs))
@@ -288,12 +291,16 @@ def estimates(n, tables, seeds, scale=0.5):
     k, v, q = scale * rows(1, n, 8, 0), rows(1, n, 8, 1), rows(1, n, 8, 2)
     found = []
     for seed in range(seeds):
-        layer = read(make("magicpig", n - WINDOW - SINK - 1, kv_heads=1, group=1, seed=seed), k, v, q)
+        layer = read(
+            make("magicpig", n - WINDOW - SINK - 1, kv_heads=1, group=1, seed=seed), k, v, q
+        )
         layer._tables[:] = tables
         seen = []
-        layer.choose = lambda at, layer=layer, seen=seen: seen.append((at, type(layer).choose(layer, at)))
+        layer.choose = lambda at, layer=layer, seen=seen: seen.append(
+            (at, type(layer).choose(layer, at))
+        )
         layer.attend(q[:, -1:])
-        (at, choice), = seen
+        ((at, choice),) = seen
         weight = torch.exp(at.logits + choice.shift) * (choice.exact & at.middle)
         found.append(weight[0, 0, 0])
     weights = torch.stack(found).double()
@@ -409,7 +416,9 @@ def test_retroinfer_counts_every_token_once(monkeypatch):
     monkeypatch.setattr(retroinfer, "UPDATE", 30)
     k = rows(2, 1, 8, 0).expand(-1, 260, -1)
     v, q = rows(2, 260, 8, 1), rows(4, 260, 8, 2)
-    layer, full = (read(make(x, 6), k[:, :150], v[:, :150], q[:, :150]) for x in ("retroinfer", "full"))
+    layer, full = (
+        read(make(x, 6), k[:, :150], v[:, :150], q[:, :150]) for x in ("retroinfer", "full")
+    )
     for start in range(150, 260, 10):
         part = slice(start, start + 10)
         outputs = [x.decode(q[:, part], k[:, part], v[:, part]) for x in (layer, full)]

@@ -30,27 +30,43 @@ _WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c7
 _CONVERTED = "smollm2-135m-instruct-0.1.2"
 
 
-def load_model(name: str = _NAME) -> tuple[Any, Any]:
+def load_model(
+    name: str = _NAME, rope_theta: float | None = None, max_positions: int | None = None
+) -> tuple[Any, Any]:
     """The model, in f32 on the CPU and in evaluation mode, and its tokenizer.
 
-    `name` is "smollm2", a directory, or a name that transformers resolves. Raises `EvalError` if
-    it cannot be had.
+    `name` is "smollm2", a directory, or a name that transformers resolves. `rope_theta` and
+    `max_positions` override the base of the rotary frequencies and the greatest length: with
+    300,000 and 16,384, SmolLM2 reads twice its length. Raises `EvalError` if it cannot be had.
     """
     try:
         import torch
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
     except ImportError as error:
         raise EvalError(f"{error}; install icecache[eval]") from error
     source = str(_converted_smollm2()) if name == _NAME else name
     with _quiet_transformers():
         try:
             tokenizer = AutoTokenizer.from_pretrained(source)
-            model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
+            config = AutoConfig.from_pretrained(source)
+            _stretch(config, rope_theta, max_positions)
+            model = AutoModelForCausalLM.from_pretrained(source, config=config, dtype=torch.float32)
         except (OSError, ValueError) as error:
             reason = str(error).strip().splitlines()[0]
             raise EvalError(f"cannot load the model {name!r}: {reason}") from error
     model.requires_grad_(False)
     return model, tokenizer  # from_pretrained leaves it in evaluation mode
+
+
+def _stretch(config: Any, rope_theta: float | None, max_positions: int | None) -> None:
+    text = config.get_text_config(decoder=True)
+    if rope_theta is not None:
+        parameters = getattr(text, "rope_parameters", None) or {}
+        if "rope_theta" not in parameters:  # none, or one for each kind of layer
+            raise EvalError(f"{text.model_type} has no single rope_theta that could be set")
+        text.rope_parameters = {**parameters, "rope_theta": rope_theta}
+    if max_positions is not None:
+        text.max_position_embeddings = max_positions
 
 
 def cache_dir() -> Path:

@@ -33,7 +33,9 @@ class PQCacheLayer(DenseLayer):
         if known < last:
             fresh = self._quantize(at.k[:, known:last].float())
             self._quantized = torch.cat([self._quantized, fresh], dim=1)
-        logits = (at.q.flatten(1, 2) @ self._quantized[:, : last - sink].mT).view(*at.q.shape[:3], -1)
+        logits = (at.q.flatten(1, 2) @ self._quantized[:, : last - sink].mT).view(
+            *at.q.shape[:3], -1
+        )
         share = group_share(at, logits.masked_fill(~at.middle[:, sink:last], -torch.inf))
         chosen = best(share, at.middle[:, sink:last], self.config.token_budget)
         codes = (last - sink) * PARTS * BITS / (8 * self.head_dim * at.k.element_size())

@@ -23,7 +23,7 @@ TASKS = {
     "needles": Task("The number of one city, among those of others, in prose.", needles),
     "variables": Task("The chain of copies that starts at one variable, among others.", variables),
     "frequent": Task("The candidate that most of many people voted for.", frequent),
-    "copy": Task("The words after the first ones of a passage that occurs once in prose.", copy),
+    "copy": Task("The sentences after the first one of a story that occurs once in prose.", copy),
     "json": Task("A field of one record in a long list of JSON records.", records),
 }
 """By name."""

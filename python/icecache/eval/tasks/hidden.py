@@ -7,14 +7,14 @@ from itertools import islice, pairwise
 from typing import Any
 
 from icecache.eval.tasks.question import Draft, draft, room_for
-from icecache.eval.tasks.words import CITIES, WORDS
+from icecache.eval.tasks.words import CITIES, FIRST_NAMES, WORDS
 from icecache.eval.texts import encode, endless, fill, make_haystack
 
 DEPTHS = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
 """Of the pass key, one instance after another: a few of them already cover the grid."""
 NEEDLES = 8
 CHAINS, HOPS = 3, 3
-PASSAGE_WORDS, CUE_WORDS, ANSWER_WORDS = 64, 8, 20
+STORY_SENTENCES, ANSWER_SENTENCES = 12, 3
 _FIRST_SENTENCES = 1000
 """The haystack begins with one of the first so many sentences of Python's reference."""
 
@@ -37,7 +37,7 @@ def needles(tokenizer: Any, length: int, instance: int, rng: random.Random) -> D
     return draft(
         tokenizer,
         _hide(tokenizer, head, statements, length, rng),
-        f" The magic number of {cities[asked]} is",
+        f"\n\nWhat is the magic number of {cities[asked]}? The magic number of {cities[asked]} is",
         f" {numbers[asked]}",
     )
 
@@ -62,14 +62,19 @@ def variables(tokenizer: Any, length: int, instance: int, rng: random.Random) ->
 
 
 def copy(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
-    words = rng.sample(WORDS, PASSAGE_WORDS)
-    head = "A list of words is hidden in this text. Remember it."
-    end = CUE_WORDS + ANSWER_WORDS
+    names = rng.sample(FIRST_NAMES, 2 * STORY_SENTENCES)
+    things = rng.sample(WORDS, STORY_SENTENCES)
+    story = [
+        f"{giver} gave the {thing} to {taker}."
+        for giver, thing, taker in zip(names[::2], things, names[1::2], strict=True)
+    ]
+    told = "The story: "
+    head = "A story is hidden in this text. Remember it."
     return draft(
         tokenizer,
-        _hide(tokenizer, head, ["The words are: " + " ".join(words) + "."], length, rng),
-        " The words are: " + " ".join(words[:CUE_WORDS]),
-        "".join(f" {word}" for word in words[CUE_WORDS:end]),
+        _hide(tokenizer, head, [told + " ".join(story)], length, rng),
+        f"\n\n{told}{story[0]}",
+        "".join(f" {sentence}" for sentence in story[1 : 1 + ANSWER_SENTENCES]),
     )
 
 

@@ -11,6 +11,8 @@ from tiny_tokenizer import VOCABULARY, byte_tokenizer
 from typer.testing import CliRunner
 
 from icecache.cli import app
+from icecache.eval.comparison import Comparison
+from icecache.eval.errors import EvalError
 
 CLOSENESS = [
     "policy",
@@ -122,3 +124,81 @@ def test_wrong_usage_exits_with_2(wrong):
 def test_version():
     result = run("--version")
     assert (result.exit_code, result.stdout) == (0, f"icecache {version('icecache')}\n")
+
+
+@pytest.fixture(scope="module")
+def solved(tmp_path_factory):
+    path = tmp_path_factory.mktemp("chains") / "solved.jsonl"
+    problems = [{"question": f"{i} + 1?", "answer": f"It is {i + 1}."} for i in range(60)]
+    path.write_text("\n".join(json.dumps(problem) for problem in problems))
+    return str(path)
+
+
+def test_compare_measures_every_part_and_goes_on(model, solved, tmp_path):
+    text, out, page = tmp_path / "story.txt", tmp_path / "out.json", tmp_path / "page.html"
+    text.write_text("It was a dark and stormy night. " * 60)
+    size = ("--context", "500", "--tokens", "20", "--task-context", "700", "--instances", "1")
+    policies = ("--policies", "topk,quest,icecache", "--budgets", "16,10%")
+    files = ("--json", str(out), "--report", str(page))
+    command = ("compare", "--model", model, *size, *policies, *files, "--text", str(text))
+    result = run(*command)
+    assert result.exit_code == 0, result.output
+    assert "at equal exact tokens" in result.stdout and "quest" in result.stdout
+    found = Comparison.read(out)
+    at_equal_tokens = [(row.policy, row.budget) for row in found.texts if row.equal == "tokens"]
+    assert at_equal_tokens == [
+        ("full", None),
+        *((name, budget) for name in ("topk", "quest", "icecache") for budget in (16, 50)),
+    ]
+    assert {row.text for row in found.texts} == {"story.txt"}
+    assert {row.policy for row in found.texts if row.equal == "bytes"} <= {"quest"}
+    assert found.config["policies"]["topk"]["deployable"] is False
+    assert (found.tasks, found.drift) == ([], [])
+    assert "story.txt" in page.read_text()
+
+    parts = ("--task", "passkey", "--gsm8k", solved, "--chains", "2", "--drift", "40")
+    result = run(*command, *parts)
+    assert result.exit_code == 0, result.output
+    more = Comparison.read(out)
+    assert more.texts[: len(found.texts)] == found.texts
+    assert {row.text for row in more.texts} == {"story.txt", "gsm8k"}
+    assert {(row.task, row.context, row.instance) for row in more.tasks} == {("passkey", 700, 0)}
+    assert len(more.tasks) == len(at_equal_tokens)
+    assert {(row.variant, row.text, row.start, row.positions) for row in more.drift} == {
+        (variant, "story.txt", 1024, 40) for variant in ("inserted", "not inserted", "rebuilt")
+    }
+    text.write_text("It was a bright and quiet morning. " * 60)
+    with pytest.raises(EvalError, match="read"):
+        run(*command)
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--budgets", "0"), "has a budget below 1"),
+        (("--budgets", "0.001%"), "has a budget below 1"),
+        (("--budgets", "many"), "is not a list of numbers"),
+        (("--report", "/nowhere/page.html"), "there is no folder"),
+        (("--context", "1"), "--context"),
+    ],
+)
+def test_compare_refuses_wrong_options(model, options, error):
+    result = run("compare", "--model", model, *options)
+    assert result.exit_code == 2
+    assert error in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        (("--policies", "quest,best"), "a policy must be one of .* got 'best'"),
+        (("--task", "chess"), "the task must be one of .* got 'chess'"),
+        (("--text", "nothing.txt"), "cannot read nothing.txt"),
+        (("--gsm8k", "nothing.jsonl"), "cannot read nothing.jsonl"),
+        (("--context", "5000"), "5048 positions are needed, the model has 4096"),
+        (("--drift", "4000"), "5024 positions are needed"),
+    ],
+)
+def test_compare_refuses_what_it_cannot_measure(model, options, error):
+    with pytest.raises(EvalError, match=error):
+        run("compare", "--model", model, "--quick", *options)

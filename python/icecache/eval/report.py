@@ -148,7 +148,7 @@ def comparison_tables(comparison: Comparison) -> list[Table]:
 def _mean_table(title: str, cells: Sequence[tuple[str, str, float]], shown: str) -> Table:
     """Means of `(line, column, value)`."""
     columns = list(dict.fromkeys(column for _, column, _ in cells))
-    table = Table(title=title, box=box.SIMPLE, pad_edge=False)
+    table = Table(title=title, box=box.SIMPLE, pad_edge=False, min_width=len(title))
     for heading in ("", *columns):
         table.add_column(heading, justify="right" if heading else "left")
     for line in dict.fromkeys(line for line, _, _ in cells):

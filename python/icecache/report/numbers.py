@@ -40,9 +40,9 @@ def with_error(value: float, stderr: float) -> str:
         return number(value)
     last = 1 - math.floor(math.log10(float(f"{stderr:.1e}")))
     if last > 6:
-        return f"{number(value)} ± {number(stderr, 2)}"
+        return f"{number(value)}{_SPACE}±{_SPACE}{number(stderr, 2)}"
     last = max(last, 0)
-    return f"{value:,.{last}f} ± {stderr:,.{last}f}".replace("-", _MINUS)
+    return f"{value:,.{last}f}{_SPACE}±{_SPACE}{stderr:,.{last}f}".replace("-", _MINUS)
 
 
 def percent(share: float | None) -> str:

@@ -89,7 +89,7 @@ def curves(name: str, label: str, found: Sequence[Curve], x: Axis, y: Axis) -> M
     with rc_context(STYLE):
         labelled = any(curve.labelled for curve in found)
         figure = Figure(figsize=(3.6, 3.0))
-        axes = figure.add_axes((0.135, 0.14, 0.6 if labelled else 0.83, 0.83))
+        axes = figure.add_axes((0.125, 0.14, 0.6 if labelled else 0.84, 0.78))
         tips: dict[str, list[str]] = {}
         ends = []
         for i, curve in enumerate(found):
@@ -167,7 +167,10 @@ def _set_scale(axes: Axes, axis: Axis, side: str) -> None:
     line.set_minor_locator(NullLocator())
     line.set_major_formatter(FuncFormatter(lambda value, _: _plain(value) + axis.suffix))
     line.set_tick_params(length=2.5, labelsize=7.5)
-    (axes.set_xlabel if side == "x" else axes.set_ylabel)(axis.label, labelpad=3)
+    if side == "x":
+        axes.set_xlabel(axis.label, labelpad=3)
+    else:  # above the axis, where it is read as it stands
+        axes.annotate(axis.label, (0.005, 0.99), xycoords="figure fraction", va="top")
 
 
 def _plain(value: float) -> str:
@@ -187,7 +190,7 @@ def _label(axes: Axes, ends: Sequence[tuple[Style, float, float]]) -> None:
     """Names beside the axes, each near the end of its curve, none over another."""
     to_axes = axes.transData + axes.transAxes.inverted()
     placed = sorted(((*to_axes.transform((x, y)), style) for style, x, y in ends), key=_height)
-    heights = spread([y for _, y, _ in placed], gap=min(0.052, 1 / max(len(placed), 1)))
+    heights = spread([y for _, y, _ in placed], gap=min(0.054, 1 / max(len(placed), 1)))
     for (x, y, style), height in zip(placed, heights, strict=True):
         axes.plot(
             [x, 1.03, 1.055],
@@ -203,7 +206,7 @@ def _label(axes: Axes, ends: Sequence[tuple[Style, float, float]]) -> None:
 
 def _name(axes: Axes, style: Style, at: tuple[float, float], **options: Any) -> None:
     axes.annotate(
-        style.name if len(style.name) <= 16 else f"{style.name[:15]}…",
+        style.name if len(style.name) <= 15 else f"{style.name[:14]}…",
         at,
         (5, 0),
         textcoords="offset points",
@@ -268,11 +271,11 @@ def heat_map(name: str, label: str, values: Grid, norm: Normalize) -> Markup:
     layers, heads = values.shape
     with rc_context(STYLE):
         figure = Figure(figsize=(1.5, 2.4))
-        axes = figure.add_axes((0.2, 0.14, 0.78, 0.84))
+        axes = figure.add_axes((0.15, 0.14, 0.83, 0.79))
         shown = np.ma.masked_invalid(np.maximum(values, norm.vmin or 0))
         axes.imshow(shown, cmap=_HEAT, norm=norm, aspect="auto")
         axes.set_xlabel("KV head", labelpad=2)
-        axes.set_ylabel("layer", labelpad=2)
+        axes.annotate("layer", (0.01, 0.995), xycoords="figure fraction", va="top")
         axes.set_xticks(_whole(heads, 4))
         axes.set_yticks(_whole(layers, 7))
         axes.tick_params(length=2, labelsize=7.5)

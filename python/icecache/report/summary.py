@@ -285,6 +285,6 @@ def drift_standing(rows: Sequence[DriftRow]) -> list[str]:
             if variant in kl:
                 line += f", {number(kl[variant])} {words}"
         if kl.get("rebuilt", 0) > 0:
-            line += f" ({times(kl['inserted'] / kl['rebuilt'])} the index built anew)"
+            line += f" ({times(kl['inserted'] / kl['rebuilt'])} that of the index built anew)"
         lines.append(f"{line}.")
     return lines

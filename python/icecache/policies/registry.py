@@ -100,12 +100,10 @@ POLICIES: dict[str, Policy] = {
         keeps=lambda n, config: n + _pages(n, QuestLayer.PAGE, config),
     ),
     "arkvale": Policy(
-        what="ArkVale: pages of 32 tokens by a ball around their keys, recalled from the host.",
+        what="ArkVale: pages of 32 tokens by a box around their keys, recalled from the host.",
         layer=ArkValeLayer,
         fetches=True,
-        keeps=lambda n, config: (
-            _sink_and_window(n, config) + _pages(n, ArkValeLayer.PAGE, config) / 2
-        ),
+        keeps=lambda n, config: _sink_and_window(n, config) + _pages(n, ArkValeLayer.PAGE, config),
     ),
     "pqcache": Policy(
         what="PQCache: tokens by product-quantized keys of 12 bits.",
@@ -127,18 +125,14 @@ POLICIES: dict[str, Policy] = {
         layer=OmniKVLayer,
         fetches=True,
         # The mean of 32 layers, of which those up to the first filter and the filters keep all.
-        keeps=lambda n, config: (
-            _sink_and_window(n, config) * (1 - _OMNIKV_FULL) + n * _OMNIKV_FULL
-        ),
+        keeps=lambda n, config: _sink_and_window(n, config) * (1 - _OMNIKV_FULL) + n * _OMNIKV_FULL,
     ),
     "retroinfer": Policy(
         what="RetroInfer: clusters of 16 tokens, the best exactly, the next by their means.",
         layer=RetroInferLayer,
         seeded=True,
         fetches=True,
-        keeps=lambda n, config: (
-            _sink_and_window(n, config) + _pages(n, RETROINFER_TOKENS, config)
-        ),
+        keeps=lambda n, config: _sink_and_window(n, config) + _pages(n, RETROINFER_TOKENS, config),
     ),
     "pages": Policy(
         what="The paper IceCache: whole semantic pages of 16 found by M-DCI, the rest dropped.",

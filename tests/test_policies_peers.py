@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from policy_layers import ALWAYS, SINK, WINDOW, layers, make, read, rows
 
-from icecache.policies import POLICIES, magicpig, pqcache, retroinfer
-from icecache.policies.dense import DenseLayer, Positions
+from icecache.policies import POLICIES, magicpig, retroinfer
+from icecache.policies.dense import DenseLayer
 from icecache.policies.magicpig import sampling_probability
 
 PEERS = ("h2o", "snapkv", "quest", "arkvale", "pqcache", "magicpig", "omnikv", "retroinfer")
@@ -183,13 +183,14 @@ def needle(n, at, *, seed=0):
 def test_a_token_that_nothing_attended_to_is_found_when_a_query_asks_for_it(name):
     """Quest's figure on pass keys, ArkVale's recall: what was not selected, and what H2O and
     StreamingLLM have evicted, comes back."""
-    k, v, q, asked = needle(300, 100)
+    k, v, q, asked = needle(300, 40)
     found = {}
     for policy in (name, "h2o", "snapkv", "window"):
-        layer = read(make(policy, 32, kv_heads=1, group=1), k, v, q)
+        # A window longer than a page, as in practice: a page that is not full comes first.
+        layer = read(make(policy, 32, kv_heads=1, group=1, window_tokens=40), k, v, q)
         for query in (q[:, :1], asked, q[:, :1]):
             layer.decode(query, k[:, -1:], v[:, -1:])
-            found.setdefault(policy, []).append(100 in middle(layer)[0])
+            found.setdefault(policy, []).append(40 in middle(layer)[0])
     assert found[name] == [False, True, False]
     assert found["h2o"] == found["snapkv"] == found["window"] == [False] * 3
 
@@ -208,12 +209,14 @@ def test_h2o_never_brings_an_evicted_token_back():
     assert changes > 0  # tokens kept for a while were evicted, too
 
 
-def test_h2o_keeps_what_received_most_attention():
+def test_h2o_keeps_what_received_most_attention_and_recent_tokens():
     k, v, q = rows(1, 200, 8, 0), rows(1, 200, 8, 1), rows(1, 200, 8, 2)
     layer = read(make("h2o", 10, kv_heads=1, group=1), k, v, q)
     logits = (q @ k.mT * 8**-0.5).masked_fill(torch.ones(200, 200).triu(1) > 0, -torch.inf)
-    mass = torch.softmax(logits.double(), dim=-1).sum(dim=1)[0, SINK : 200 - WINDOW]
-    expected = {SINK + int(i) for i in mass.topk(10).indices}
+    mass = torch.softmax(logits.double(), dim=-1).sum(dim=1)[0, SINK : 195 - WINDOW]
+    expected = {SINK + int(i) for i in mass.topk(5).indices} | set(
+        range(195 - WINDOW, 200 - WINDOW)
+    )
     layer.attend(q[:, -1:])
     assert middle(layer)[0] == expected
 
@@ -224,9 +227,10 @@ def test_snapkv_never_changes_its_mind():
     choices = []
     for i in range(120, 260):
         layer.decode(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
-        choices.append(middle(layer))
-    assert all(choice == choices[0] for choice in choices)
-    assert [len(kept) for kept in choices[0]] == [12, 12]
+        choices.append([{p for p in chosen if p < 109} for chosen in middle(layer)])
+        assert [len(chosen) for chosen in middle(layer)] == [12, 12]
+    assert all(choice == choices[-1] for choice in choices)
+    assert [len(kept) for kept in choices[-1]] == [6, 6]
 
 
 def test_snapkv_beats_h2o_where_the_end_of_the_prompt_asks():
@@ -294,7 +298,7 @@ def estimates(n, tables, seeds, scale=0.5):
         layer = read(
             make("magicpig", n - WINDOW - SINK - 1, kv_heads=1, group=1, seed=seed), k, v, q
         )
-        layer._tables[:] = tables
+        layer._used[:] = tables
         seen = []
         layer.choose = lambda at, layer=layer, seen=seen: seen.append(
             (at, type(layer).choose(layer, at))
@@ -310,12 +314,12 @@ def estimates(n, tables, seeds, scale=0.5):
 
 
 def test_magicpigs_estimate_is_unbiased(monkeypatch):
-    monkeypatch.setattr(magicpig, "TABLES", 60)
+    monkeypatch.setattr(magicpig, "TABLES", 20)
     monkeypatch.setattr(magicpig, "BITS", 4)
-    found, true = estimates(80, 20, seeds=400)
+    found, true = estimates(80, 20, seeds=200)
     error = found.std(dim=0) / math.sqrt(len(found))
     assert ((found.mean(dim=0) - true).abs() < 4 * error).all()
-    assert float(error.max()) < 0.1
+    assert float(error.max()) < 0.15
 
 
 def test_magicpigs_error_falls_with_the_number_of_tables(monkeypatch):
@@ -323,7 +327,7 @@ def test_magicpigs_error_falls_with_the_number_of_tables(monkeypatch):
     monkeypatch.setattr(magicpig, "BITS", 4)
     errors = []
     for tables in (5, 20, 100):
-        found, true = estimates(80, tables, seeds=40)
+        found, true = estimates(80, tables, seeds=20)
         errors.append(float((found - true).square().mean().sqrt()))
     assert errors[0] > 1.5 * errors[1] > 1.5 * 1.5 * errors[2]
 
@@ -343,10 +347,10 @@ def test_magicpig_spends_its_budget_on_the_mean():
     for budget in (20, 150):
         layer = read(make("magicpig", budget), k[:, :1100], v[:, :1100], q[:, :1100])
         counts = []
-        for i in range(1100, 1200):
+        for i in range(1100, 1140):
             layer.decode(q[:, i : i + 1], k[:, i : i + 1], v[:, i : i + 1])
             counts.append(sum(map(len, middle(layer))) / 2)
-        assert budget / 1.6 < sum(counts) / len(counts) < 1.6 * budget
+        assert budget / 2 < sum(counts) / len(counts) < 2 * budget
 
 
 def test_magicpig_beats_the_best_tokens_where_attention_is_flat():
@@ -364,7 +368,7 @@ def test_magicpig_beats_the_best_tokens_where_attention_is_flat():
 
 
 def test_omnikvs_layers_attend_to_the_tokens_of_the_filter_below():
-    k, v, q = rows(2, 200, 8, 0), rows(2, 200, 8, 1), rows(4, 200, 8, 2)
+    v, q = rows(2, 200, 8, 1), rows(4, 200, 8, 2)
     stack = layers("omnikv", 10, count=12)
     chosen = []
     for i, layer in enumerate(stack):

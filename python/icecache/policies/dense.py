@@ -74,6 +74,12 @@ def best(score: torch.Tensor, allowed: torch.Tensor, count: int) -> torch.Tensor
     return (chosen & allowed)[:, None]
 
 
+def latest(middle: torch.Tensor, count: int) -> torch.Tensor:
+    """The last `count` tokens of `Positions.middle`, as it."""
+    number = middle.cumsum(dim=1)  # from 1
+    return middle & (number > number[:, -1:] - count)
+
+
 def whole(score: torch.Tensor, size: torch.Tensor, count: int) -> torch.Tensor:
     """Pages or clusters, the highest first, as long as their tokens are `count` at most together.
 

@@ -6,18 +6,18 @@ import torch
 from torch.nn import functional
 
 from icecache.policies.base import Prompt
-from icecache.policies.dense import Choice, DenseLayer, Positions, best
+from icecache.policies.dense import Choice, DenseLayer, Positions, best, latest
 
 
 class H2OLayer(DenseLayer):
-    """Keeps the `token_budget` tokens that received most attention so far, and the window.
+    """Half of the budget are the tokens that received most attention so far, half a longer window.
 
     A token's score is the sum of the probabilities it received from all positions of the prompt and
     from every position since, over the query heads of the group. One that leaves the window
-    competes with those kept; what loses is never attended to again. Published: half of the cache is
-    recent tokens and half heavy hitters; here the window is the same for all policies. Positions
-    that attend in one call all see the scores from before the call, so a call of several differs
-    from single ones. On a device: what is kept, and a score each.
+    competes with those kept; what loses is never attended to again. Half and half as published, of
+    what sink and window of all policies leave. Positions that attend in one call all see the scores
+    from before the call, so a call of several differs from single ones. On a device: what is kept,
+    and a score each.
     """
 
     def observe(self, prompt: Prompt) -> None:
@@ -25,8 +25,10 @@ class H2OLayer(DenseLayer):
 
     def choose(self, at: Positions) -> Choice | None:
         self._follow(at.k.shape[1])
-        allowed = at.middle & ~self._evicted[:, None]
-        chosen = best(self._score[:, None], allowed, self.config.token_budget)
+        heavy = self.config.token_budget // 2
+        recent = latest(at.middle, self.config.token_budget - heavy)
+        rivals = at.middle & ~recent & ~self._evicted[:, None]
+        chosen = best(self._score[:, None], rivals, heavy) | recent
         self._evicted |= at.middle[-1] & ~chosen[:, 0, -1]
         return Choice(chosen, search_rows=0.0)
 
@@ -46,5 +48,5 @@ class H2OLayer(DenseLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._score = torch.zeros((self.num_kv_heads, 0))
-        self._evicted = torch.zeros((self.num_kv_heads, 0), dtype=torch.bool)
+        self._score: torch.Tensor = torch.zeros((self.num_kv_heads, 0))
+        self._evicted: torch.Tensor = torch.zeros((self.num_kv_heads, 0), dtype=torch.bool)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -12,7 +13,7 @@ from icecache.policies.dense import Choice, DenseLayer, Positions
 BITS = 10
 TABLES = 512
 CALIBRATION = 64
-EVERY = 8
+EVERY = 16
 
 
 class MagicPIGLayer(DenseLayer):
@@ -20,12 +21,12 @@ class MagicPIGLayer(DenseLayer):
     hash tables; logits are lowered by the logarithm of the probability of that.
 
     A hash is 10 signs of random projections of the query and of the centred key. Sink and window
-    are exact. Published: L = 150; here each KV head has as many tables (2 to 512) as let the group's
-    query heads together sample `token_budget` tokens on the mean, by every 8th of the last 64
-    positions of the prompt (where none was observed, the first that attends). Which tokens a step
-    samples varies, so it may exceed the budget. As published, later tokens are not indexed: they
-    are dropped when they leave the window, but for the first ones where the prompt does not fill
-    the budget. On a device: sink and window; the host samples, attends and sends up its part.
+    are exact. Published: L = 150; here each KV head has as many tables (2 to 512) as let the query
+    heads of its group together sample `token_budget` tokens on the mean, by every 16th of the last
+    64 positions of the prompt (where none was observed, the first that attends). Which tokens a
+    step samples varies, so it may exceed the budget. As published, later tokens are not indexed:
+    they are dropped when they leave the window, but for the first ones where the prompt does not
+    fill the budget. On a device: sink and window; the host samples, attends and sends up its part.
     """
 
     def observe(self, prompt: Prompt) -> None:
@@ -39,22 +40,18 @@ class MagicPIGLayer(DenseLayer):
             self._index(at.k[:, : sink + int(at.middle[0].sum())], at.q[:, :, :1])
         assert self._lengths is not None
         indexed = self._lengths.shape[1]
-        if self._codes is None:
+        if self._tables is None:
             exact = torch.arange(n) < sink + self.config.token_budget
             return Choice(exact, search_rows=0.0)
 
         q = at.q.flatten(1, 2)
-        hits = torch.zeros(*q.shape[:2], indexed, dtype=torch.int16)
-        for number, (planes, codes) in enumerate(zip(self._planes, self._codes, strict=True)):
-            mine = _hash(q, planes)
-            mine[self._tables <= number] = -1  # no bucket
-            hits += mine[..., None] == codes[:, None]
+        hits = self._tables.hits(q, self._used)[..., :indexed]
         sampled = hits >= 2
         head, query, token = sampled.nonzero(as_tuple=True)
         logits = at.logits.flatten(1, 2)[head, query, sink + token].double()
         centred = logits - (q @ self._mean.mT)[head, query, 0]
         cosine = centred / (q.norm(dim=-1)[head, query] * self._lengths[head, token])
-        chance = sampling_probability(cosine, self._tables[head].double())
+        chance = sampling_probability(cosine, self._used[head].double())
         exact = torch.zeros(*q.shape[:2], n, dtype=torch.bool)
         exact[..., sink : sink + indexed] = sampled
         shift = torch.zeros(exact.shape)
@@ -63,7 +60,7 @@ class MagicPIGLayer(DenseLayer):
         return Choice(
             exact.view(at.logits.shape),
             # Projections are shared by all KV heads; an entry of a table is a number of 4 bytes.
-            search_rows=BITS * len(self._planes) / self.num_kv_heads
+            search_rows=BITS * float(self._used.max()) / self.num_kv_heads
             + 4 * ids / (self.head_dim * at.k.element_size()),
             shift=shift.view(at.logits.shape),
         )
@@ -77,37 +74,82 @@ class MagicPIGLayer(DenseLayer):
         if keys.shape[1] <= self.config.token_budget:
             return
         generator = torch.Generator().manual_seed(self.config.seed * 1000 + self.layer_index)
-        self._codes, self._planes = [], []
-        self._tables = torch.full((self.num_kv_heads,), 2)
-        hits = torch.zeros(*q.shape[:3], keys.shape[1], dtype=torch.int16)
-        while len(self._codes) < TABLES:
-            planes = torch.randn(BITS, self.head_dim, generator=generator)
-            codes = _hash(keys, planes)
-            hits += _hash(q, planes)[..., None] == codes[:, None, None]
-            tokens = (hits >= 2).any(dim=1).sum(dim=-1).float().mean(dim=1)
+        self._used = torch.full((self.num_kv_heads,), 2)
+        hits = torch.zeros(*q.shape[:3], keys.shape[1], dtype=torch.int64)
+        made: list[Tables] = []
+        count = 0
+        while count < TABLES:
+            planes = torch.randn(max(1, count // 16), BITS, self.head_dim, generator=generator)
+            made.append(Tables.of(keys, planes))
+            count += len(planes)
+            hits += made[-1].hits(q.flatten(1, 2)).view(hits.shape)
+            tokens = (hits.amax(dim=1) >= 2).sum(dim=-1).float().mean(dim=1)
             within = tokens <= self.config.token_budget
-            if len(self._codes) >= 2 and not within.any():
+            self._used[within] = count
+            if count >= 2 and not within.any():
                 break
-            self._codes.append(codes)
-            self._planes.append(planes)
-            self._tables[within] = len(self._codes)
+        self._tables = Tables.joined(made)
 
     def crop(self, n: int) -> None:
         super().crop(n)
         if self._lengths is not None:
-            indexed = max(0, n - self.config.sink_tokens)
-            self._lengths = self._lengths[:, :indexed]
-            self._codes = self._codes and [codes[:, :indexed] for codes in self._codes]
+            self._lengths = self._lengths[:, : max(0, n - self.config.sink_tokens)]
 
     def reset(self) -> None:
         super().reset()
         self._lengths: torch.Tensor | None = None
-        self._codes: list[torch.Tensor] | None = None
+        self._tables: Tables | None = None
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Hash tables of the keys of all KV heads."""
+
+    planes: torch.Tensor
+    """`[tables, BITS, head_dim]`."""
+    tokens: torch.Tensor
+    """Bucket by bucket, `[kv_heads, tables, n]`."""
+    starts: torch.Tensor
+    """Of the buckets in `tokens`, `[kv_heads, tables, 2**BITS + 1]`."""
+
+    @classmethod
+    def of(cls, keys: torch.Tensor, planes: torch.Tensor) -> Tables:
+        codes, tokens = _hash(keys, planes).mT.contiguous().sort(dim=-1)
+        buckets = torch.arange(2**BITS + 1).expand(*codes.shape[:2], -1).contiguous()
+        return cls(planes, tokens.int(), torch.searchsorted(codes, buckets, out_int32=True))
+
+    @classmethod
+    def joined(cls, parts: list[Tables]) -> Tables:
+        return cls(
+            torch.cat([part.planes for part in parts]),
+            torch.cat([part.tokens for part in parts], dim=1),
+            torch.cat([part.starts for part in parts], dim=1),
+        )
+
+    def hits(self, q: torch.Tensor, used: torch.Tensor | None = None) -> torch.Tensor:
+        """In how many tables each key lies in its query's bucket.
+
+        q: `[kv_heads, m, head_dim]`; used: the tables that count, `[kv_heads]`. Returns
+        `[kv_heads, m, n]`.
+        """
+        heads, tables, n = self.tokens.shape
+        codes = _hash(q, self.planes).mT
+        low = self.starts.gather(2, codes)
+        found = self.starts.gather(2, codes + 1) - low
+        if used is not None:
+            found[torch.arange(tables) >= used[:, None]] = 0
+        found, m = found.flatten(), q.shape[1]
+        bucket = torch.repeat_interleave(found)  # of each key found, counted [head, table, query]
+        place = torch.arange(len(bucket)) - (found.cumsum(0) - found)[bucket]
+        token = self.tokens.flatten()[bucket // m * n + low.flatten()[bucket] + place]
+        query = bucket // (tables * m) * m + bucket % m
+        return torch.bincount(query * n + token, minlength=heads * m * n).view(heads, m, n)
 
 
 def _hash(x: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
-    """The signs of the projections as a number, int16; drops the last dimension of `x`."""
-    return ((x @ planes.mT > 0) * (1 << torch.arange(len(planes)))).sum(dim=-1).short()
+    """The signs of each table's projections as a number. `[..., head_dim]` to `[..., tables]`."""
+    signs = (x @ planes.flatten(0, 1).mT > 0).float().unflatten(-1, planes.shape[:2])
+    return (signs @ 2.0 ** torch.arange(BITS)).long()
 
 
 def sampling_probability(cosine: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

@@ -11,22 +11,24 @@ from icecache.policies.dense import Choice, DenseLayer, Positions, group_share, 
 class PageLayer(DenseLayer):
     """Whole pages, by their bounds, until the budget is full. Pages begin behind the sink.
 
-    A page's score is the share of its bound in a softmax (`group_share`): one choice per KV head. A page that is not full yet when a position attends
-    comes first. Of a page that reaches into the window only the rest spends budget.
+    A page's score is the share of its bound in a softmax (`group_share`): one choice per KV head.
+    A page that is not full yet when a position attends comes first. Of a page that reaches into the
+    window only the rest spends budget.
     """
 
     PAGE: int
     """Published tokens of a page; a smaller budget makes smaller pages."""
 
     def digest(self, keys: torch.Tensor) -> torch.Tensor:
-        """What is known of pages, f32: `[kv_heads, pages, tokens, head_dim]` to
-        `[kv_heads, pages, x]`."""
-        raise NotImplementedError
+        """Minimum and maximum of each channel: `[kv_heads, pages, tokens, head_dim]` to
+        `[kv_heads, pages, 2 * head_dim]`."""
+        return torch.cat([keys.amin(dim=2), keys.amax(dim=2)], dim=-1)
 
     def bound(self, q: torch.Tensor, digest: torch.Tensor) -> torch.Tensor:
         """At least the highest `q @ k` of each page; q: `[kv_heads, m, head_dim]`, returns
         `[kv_heads, m, pages]`."""
-        raise NotImplementedError
+        low, high = digest.chunk(2, dim=-1)
+        return q.clamp(max=0) @ low.mT + q.clamp(min=0) @ high.mT
 
     def choose(self, at: Positions) -> Choice | None:
         sink, n = self.config.sink_tokens, at.k.shape[1]
@@ -52,7 +54,7 @@ class PageLayer(DenseLayer):
 
         chosen = whole(score, tokens, self.config.token_budget).repeat_interleave(size, dim=-1)
         chosen = functional.pad(chosen, (sink, max(0, n - sink - pages * size)))[..., :n]
-        return Choice(chosen[:, None], full * digest.shape[2] / self.head_dim)
+        return Choice(chosen[:, None], 2.0 * full)
 
     def crop(self, n: int) -> None:
         super().crop(n)

@@ -18,10 +18,10 @@ class PQCacheLayer(DenseLayer):
 
     Keys are cut into 2 parts, each replaced by one of 64 centroids, from k-means of all tokens
     between sink and window when a position attends first. Later tokens get codes from these
-    codebooks when they leave the window. Its score is the share of its logit in a softmax
-    (`group_share`). Published: one
-    choice per query head. On a device: codes, codebooks and a cache of recently fetched blocks,
-    which decides what is moved only and is left out. The quantized keys are stored here in full.
+    codebooks when they leave the window. A token's score is its share in a softmax (`group_share`).
+    Published: one choice per query head. On a device: codes, codebooks and a cache of recently
+    fetched blocks, which decides what is moved only and is left out. The quantized keys are stored
+    here in full.
     """
 
     def choose(self, at: Positions) -> Choice | None:

@@ -98,10 +98,10 @@ POLICIES: dict[str, Policy] = {
         keeps=lambda n, layer: n + _pages(n, QuestLayer.PAGE, layer),
     ),
     "arkvale": Policy(
-        what="ArkVale: pages of 32 tokens by a ball around their keys, recalled from the host.",
+        what="ArkVale: pages of 32 tokens by a box around their keys, recalled from the host.",
         layer=ArkValeLayer,
         fetches=True,
-        keeps=lambda n, layer: _sink_and_window(n, layer) + _pages(n, ArkValeLayer.PAGE, layer) / 2,
+        keeps=lambda n, layer: _sink_and_window(n, layer) + _pages(n, ArkValeLayer.PAGE, layer),
     ),
     "pqcache": Policy(
         what="PQCache: tokens by product-quantized keys of 12 bits.",

@@ -20,10 +20,11 @@ class RetroInferLayer(DenseLayer):
     all clusters stand for their tokens by centroid, number and mean value; the rest is dropped.
 
     Clusters come from spherical k-means of centred keys within segments of 8,192 tokens. A
-    cluster's score is its centroid's share in a softmax (`group_share`). Tokens that left the window wait until they are 1,024, then become a
-    segment; published, they are all attended to until then, here each counts as a cluster of its
-    own. On a device: centroids, mean values and numbers, and a cache of recently fetched clusters,
-    which decides what is moved only and is left out.
+    cluster's score is the share of its centroid and number in a softmax (`group_share`). Tokens that
+    left the window wait until they are 1,024, then become a segment; published, they are all
+    attended to until then, here each counts as a cluster of its own. A budget below 16 makes smaller
+    clusters. On a device: centroids, mean values and numbers, and a cache of recently fetched clusters, which decides what
+    is moved only and is left out.
     """
 
     def choose(self, at: Positions) -> Choice | None:
@@ -47,6 +48,7 @@ class RetroInferLayer(DenseLayer):
         seen = seen & (number[:, None] > 0)
         logits = (at.q.flatten(1, 2) @ keys.mT).reshape(*at.q.shape[:3], -1)
         logits = logits.masked_fill(~seen[:, None], -torch.inf)
+        logits = logits + number.clamp(min=1).log()[:, None, None]
         score = group_share(at, logits).masked_fill(~seen, -torch.inf)
         taken = whole(score, number[:, None], self.config.token_budget) & seen
         rank = score.masked_fill(taken, -torch.inf).argsort(dim=-1, descending=True).argsort(dim=-1)
@@ -54,7 +56,7 @@ class RetroInferLayer(DenseLayer):
 
         labels = self._labels[:, None].expand(-1, len(seen[0]), -1)
         exact = torch.cat([taken.gather(2, labels), taken[..., count:]], dim=-1)
-        rest = (logits + number.log()[:, None, None]).masked_fill(~estimated[:, None], -torch.inf)
+        rest = logits.masked_fill(~estimated[:, None], -torch.inf)
         return Choice(
             functional.pad(exact, (sink, n - last))[:, None],
             search_rows=float(keys.shape[1]),

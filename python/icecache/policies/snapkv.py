@@ -6,20 +6,20 @@ import torch
 from torch.nn import functional
 
 from icecache.policies.base import Prompt
-from icecache.policies.dense import Choice, DenseLayer, Positions, best
+from icecache.policies.dense import Choice, DenseLayer, Positions, best, latest
 
-VOTERS = 32
+VOTERS = 64
 KERNEL = 7
+LATER = 0.5
 
 
 class SnapKVLayer(DenseLayer):
-    """Keeps the `token_budget` tokens that the last 32 positions of the prompt attend to most.
+    """Part of the budget are the tokens that the last 64 positions of the prompt attend to most.
 
     A vote is a probability, summed over these positions and the query heads of the group; votes
-    are max-pooled over 7 neighbours. Where no prompt was observed, the first position to attend
-    votes. Published: one choice per query head, and all decoded tokens are kept; here one per KV
-    head, and tokens that leave the window later are kept only where the prompt left room in the
-    budget, the first ones. On a device: what is kept.
+    are averaged over 7 neighbours. Where no prompt was observed, the first position to attend
+    votes. Published: one choice per query head, and all later tokens are kept; here one per KV
+    head, and the other half of the budget is a longer window for them. On a device: what is kept.
     """
 
     def observe(self, prompt: Prompt) -> None:
@@ -30,19 +30,21 @@ class SnapKVLayer(DenseLayer):
         if self._kept is None:
             end = self.config.sink_tokens + int(at.middle[0].sum())
             self._vote(torch.softmax(at.logits[:, :, :1], dim=-1), end)
-        kept = self._kept
-        end = kept.shape[1]
-        room = self.config.token_budget - int(kept[0].sum())
-        later = torch.arange(end, at.k.shape[1]) < end + room
-        exact = torch.cat([kept, later.expand(self.num_kv_heads, -1)], dim=1)
-        return Choice(exact[:, None, None], search_rows=0.0)
+        recent = latest(at.middle, self.config.token_budget - int(self._kept[0].sum()))
+        kept = functional.pad(self._kept, (0, at.k.shape[1] - self._kept.shape[1]))
+        return Choice((recent | kept[:, None])[:, None], search_rows=0.0)
 
     def _vote(self, attention: torch.Tensor, end: int) -> None:
-        """The best tokens before `end`. attention: `[kv_heads, group, voters, n]`."""
-        votes = attention.sum(dim=(1, 2))[:, :end]
-        votes = functional.max_pool1d(votes, KERNEL, stride=1, padding=KERNEL // 2)
+        """Of what is not recent where the window begins at `end`.
+
+        attention: `[kv_heads, group, voters, n]`.
+        """
+        later = int(LATER * self.config.token_budget)
+        end = max(0, end - later)
+        votes = attention.sum(dim=(1, 2))
+        votes = functional.avg_pool1d(votes, KERNEL, stride=1, padding=KERNEL // 2)[:, :end]
         allowed = torch.arange(end) >= self.config.sink_tokens
-        self._kept = best(votes[:, None], allowed, self.config.token_budget)[:, 0, 0]
+        self._kept = best(votes[:, None], allowed, self.config.token_budget - later)[:, 0, 0]
 
     def crop(self, n: int) -> None:
         super().crop(n)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from icecache.policies.dense import Choice, DenseLayer, Positions
+from icecache.policies.dense import Choice, DenseLayer, Positions, latest
 
 
 class WindowLayer(DenseLayer):
@@ -12,6 +12,4 @@ class WindowLayer(DenseLayer):
     """
 
     def choose(self, at: Positions) -> Choice | None:
-        number = at.middle.cumsum(dim=1)  # of a token in the middle, from 1
-        last = number[:, -1:] - self.config.token_budget
-        return Choice(number > last, search_rows=0.0)
+        return Choice(latest(at.middle, self.config.token_budget), search_rows=0.0)

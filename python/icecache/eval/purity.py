@@ -131,7 +131,9 @@ class Head:
     @cached_property
     def share(self) -> Floats:
         """Of the softmax over all tokens, [positions, group, n]."""
-        return _softmax(self.logits)
+        weights: Floats = np.exp(self.logits - self.logits.max(-1, keepdims=True))
+        weights /= weights.sum(-1, keepdims=True)
+        return weights
 
     @cached_property
     def mass(self) -> Floats:
@@ -142,15 +144,14 @@ class Head:
     @cached_property
     def out(self) -> Floats:
         """Full attention, [positions, group, head_dim]."""
-        out: Floats = self.share @ self.values
-        return out
+        return _attend(self.logits.copy(), self.values)
 
     def error(self, middle: Floats) -> float:
         """Relative, if the tokens of the middle had the logits `middle` [positions, group, tokens];
         mean over positions and the group."""
         changed = self.logits.copy()
         changed[..., self.middle] = middle
-        off = np.linalg.norm(_softmax(changed) @ self.values - self.out, axis=-1)
+        off = np.linalg.norm(_attend(changed, self.values) - self.out, axis=-1)
         return float((off / np.linalg.norm(self.out, axis=-1)).mean())
 
 
@@ -241,10 +242,12 @@ def _first(cost: npt.NDArray[Any], budget: int) -> Mask:
     return mask
 
 
-def _softmax(logits: Floats) -> Floats:
-    weights: Floats = np.exp(logits - logits.max(-1, keepdims=True))
-    weights /= weights.sum(-1, keepdims=True)
-    return weights
+def _attend(logits: Floats, values: Floats) -> Floats:
+    """The output, [positions, group, head_dim]; overwrites `logits` [positions, group, n]."""
+    logits -= logits.max(-1, keepdims=True)
+    weights = np.exp(logits, out=logits).reshape(-1, len(values))
+    out: Floats = weights @ values / weights.sum(-1, keepdims=True)
+    return out.reshape(*logits.shape[:2], -1)
 
 
 _BANDS = 3

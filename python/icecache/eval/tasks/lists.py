@@ -8,27 +8,29 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from icecache.eval.tasks.question import Draft, draft, room_for
-from icecache.eval.tasks.words import CITIES, FIRST_NAMES, LAST_NAMES, WORDS
+from icecache.eval.tasks.words import CITIES, FIRST_NAMES, LAST_NAMES
 from icecache.eval.texts import encode, endless, fill
 
-CANDIDATES, WINS = 10, 3
+CANDIDATES, WINS = 8, 5
 """In a round of votes, one candidate gets so many, each of the others one."""
+_LETTERS = "BCDEFGHJKLMNPQRSTUVWXYZ"
+"""Candidates, because models expect all of them alike; A and I are words, O looks like zero."""
 
 
 def frequent(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
-    winner, *losers = rng.sample(WORDS, CANDIDATES)
+    winner, *losers = rng.sample(_LETTERS, CANDIDATES)
 
     def rounds() -> Iterator[str]:
         while True:
             votes = [winner] * WINS + losers
             rng.shuffle(votes)
             yield "".join(
-                f" {rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)} voted for the {vote}."
+                f" {rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)} voted for {vote}."
                 for vote in votes
             )
 
     context, _ = _fill(tokenizer, length, "The votes:", rounds())
-    return draft(tokenizer, context, " Most people voted for the", f" {winner}")
+    return draft(tokenizer, context, " Most people voted for", f" {winner}")
 
 
 def records(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:

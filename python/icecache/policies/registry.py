@@ -52,16 +52,16 @@ def _everything(n: int, layer: Any) -> float:
 
 
 def _sink_and_window(n: int, layer: Any) -> float:
-    return min(n, layer.config.sink_tokens + layer.config.window_tokens + WINDOW_SLACK)
+    return float(min(n, layer.config.sink_tokens + layer.config.window_tokens + WINDOW_SLACK))
 
 
 def _pages(n: int, tokens: int, layer: Any) -> float:
     """Pages, smaller ones where the budget is."""
-    return n / min(tokens, layer.config.token_budget)
+    return float(n / min(tokens, layer.config.token_budget))
 
 
 def _within_budget(n: int, layer: Any) -> float:
-    return min(n, _sink_and_window(n, layer) + layer.config.token_budget)
+    return float(min(n, _sink_and_window(n, layer) + layer.config.token_budget))
 
 
 POLICIES: dict[str, Policy] = {

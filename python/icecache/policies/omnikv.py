@@ -19,8 +19,10 @@ class OmniKVLayer(DenseLayer):
     layers that attend to everything; of the others, what is chosen is fetched.
     """
 
+    _found: torch.Tensor | None
+
     def choose(self, at: Positions) -> Choice | None:
-        self._found: torch.Tensor | None = None
+        self._found = None
         if self.layer_index in FILTERS:
             share = torch.softmax(at.logits, dim=-1).sum(dim=(0, 1))
             self._found = best(share[None], at.middle, self.config.token_budget)

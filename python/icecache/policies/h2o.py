@@ -20,6 +20,9 @@ class H2OLayer(DenseLayer):
     and a score each.
     """
 
+    _score: torch.Tensor
+    _evicted: torch.Tensor
+
     def observe(self, prompt: Prompt) -> None:
         self._score = prompt.mass.clone()
 
@@ -48,5 +51,5 @@ class H2OLayer(DenseLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._score: torch.Tensor = torch.zeros((self.num_kv_heads, 0))
-        self._evicted: torch.Tensor = torch.zeros((self.num_kv_heads, 0), dtype=torch.bool)
+        self._score = torch.zeros((self.num_kv_heads, 0))
+        self._evicted = torch.zeros((self.num_kv_heads, 0), dtype=torch.bool)

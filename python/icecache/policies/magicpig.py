@@ -29,10 +29,13 @@ class MagicPIGLayer(DenseLayer):
     fill the budget. On a device: sink and window; the host samples, attends and sends up its part.
     """
 
+    _lengths: torch.Tensor | None
+    _tables: Tables | None
+
     def observe(self, prompt: Prompt) -> None:
         n, heads = prompt.k.shape[1], self.num_kv_heads
         q = prompt.q[:, max(0, n - CALIBRATION) :].flip(1)[:, ::EVERY].float()
-        self._index(prompt.k[:, : self._window], q.unflatten(0, (heads, -1)))
+        self._index(prompt.k[:, : self._window], q.reshape(heads, self.group, -1, self.head_dim))
 
     def choose(self, at: Positions) -> Choice | None:
         sink, n = self.config.sink_tokens, at.k.shape[1]
@@ -97,8 +100,8 @@ class MagicPIGLayer(DenseLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._lengths: torch.Tensor | None = None
-        self._tables: Tables | None = None
+        self._lengths = None
+        self._tables = None
 
 
 @dataclass(frozen=True)
@@ -148,8 +151,8 @@ class Tables:
 
 def _hash(x: torch.Tensor, planes: torch.Tensor) -> torch.Tensor:
     """The signs of each table's projections as a number. `[..., head_dim]` to `[..., tables]`."""
-    signs = (x @ planes.flatten(0, 1).mT > 0).float().unflatten(-1, planes.shape[:2])
-    return (signs @ 2.0 ** torch.arange(BITS)).long()
+    signs = (x @ planes.flatten(0, 1).mT > 0).float().reshape(*x.shape[:-1], -1, BITS)
+    return (signs @ (1 << torch.arange(BITS)).float()).long()
 
 
 def sampling_probability(cosine: torch.Tensor, tables: torch.Tensor) -> torch.Tensor:

@@ -19,11 +19,13 @@ class OmniKVLayer(DenseLayer):
     layers that attend to everything; of the others, what is chosen is fetched.
     """
 
+    _found: torch.Tensor | None
+
     def sees_everything(self) -> bool:
         return self.layer_index <= FILTERS[0] or self.layer_index in FILTERS
 
     def choose(self, at: Positions) -> Choice | None:
-        self._found: torch.Tensor | None = None
+        self._found = None
         if self.layer_index in FILTERS:
             share = torch.softmax(at.logits, dim=-1).sum(dim=(0, 1))
             self._found = best(share[None], at.middle, self.config.token_budget)

@@ -19,6 +19,8 @@ class PageLayer(DenseLayer):
     PAGE: int
     """Published tokens of a page; a smaller budget makes smaller pages."""
 
+    _digest: torch.Tensor
+
     def digest(self, keys: torch.Tensor) -> torch.Tensor:
         """Minimum and maximum of each channel: `[kv_heads, pages, tokens, head_dim]` to
         `[kv_heads, pages, 2 * head_dim]`."""
@@ -38,13 +40,13 @@ class PageLayer(DenseLayer):
         known = self._digest.shape[1]
         if known < full:
             keys = at.k[:, sink + known * size : sink + full * size].float()
-            fresh = self.digest(keys.unflatten(1, (-1, size)))
+            fresh = self.digest(keys.reshape(len(keys), -1, size, self.head_dim))
             self._digest = torch.cat([self._digest, fresh], dim=1)
         digest = self._digest[:, :full]
-        bound = self.bound(at.q.flatten(1, 2), digest).unflatten(1, (self.group, -1))
+        bound = self.bound(at.q.flatten(1, 2), digest).reshape(*at.q.shape[:3], full)
 
         padded = functional.pad(at.middle[:, sink:], (0, size))[:, : pages * size]
-        tokens = padded.unflatten(1, (pages, size)).sum(dim=-1)
+        tokens = padded.reshape(-1, pages, size).sum(dim=-1)
         bound = bound.masked_fill(tokens[:, :full] == 0, -torch.inf)
         score = functional.pad(group_share(at, bound), (0, pages - full))
         position = torch.arange(n - at.q.shape[2], n)[:, None]

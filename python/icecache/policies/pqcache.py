@@ -24,6 +24,9 @@ class PQCacheLayer(DenseLayer):
     here in full.
     """
 
+    _books: list[torch.Tensor]
+    _quantized: torch.Tensor
+
     def choose(self, at: Positions) -> Choice | None:
         sink = self.config.sink_tokens
         first, last = (sink + int(row.sum()) for row in (at.middle[0], at.middle[-1]))
@@ -64,5 +67,5 @@ class PQCacheLayer(DenseLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._books: list[torch.Tensor] = []
+        self._books = []
         self._quantized = torch.zeros((self.num_kv_heads, 0, self.head_dim))

@@ -20,12 +20,17 @@ class RetroInferLayer(DenseLayer):
     all clusters stand for their tokens by centroid, number and mean value; the rest is dropped.
 
     Clusters come from spherical k-means of centred keys within segments of 8,192 tokens. A
-    cluster's score is the share of its centroid and number in a softmax (`group_share`). Tokens that
-    left the window wait until they are 1,024, then become a segment; published, they are all
-    attended to until then, here each counts as a cluster of its own. A budget below 16 makes smaller
-    clusters. On a device: centroids, mean values and numbers, and a cache of recently fetched clusters, which decides what
-    is moved only and is left out.
+    cluster's score is the share of its centroid and number in a softmax (`group_share`). Tokens
+    that left the window wait until they are 1,024, then become a segment; published, they are all
+    attended to until then, here each counts as a cluster of its own. A budget below 16 makes
+    smaller clusters. On a device: centroids, mean values and numbers, and a cache of recently
+    fetched clusters, which decides what is moved only and is left out.
     """
+
+    _labels: torch.Tensor
+    _sizes: torch.Tensor
+    _centroids: torch.Tensor
+    _values: torch.Tensor
 
     def choose(self, at: Positions) -> Choice | None:
         sink, n = self.config.sink_tokens, at.k.shape[1]

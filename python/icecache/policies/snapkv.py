@@ -22,29 +22,31 @@ class SnapKVLayer(DenseLayer):
     head, and the other half of the budget is a longer window for them. On a device: what is kept.
     """
 
+    _kept: torch.Tensor | None
+
     def observe(self, prompt: Prompt) -> None:
         n = prompt.k.shape[1]
-        self._vote(prompt.attention(max(0, n - VOTERS), n), self._window)
+        self._kept = self._vote(prompt.attention(max(0, n - VOTERS), n), self._window)
 
     def choose(self, at: Positions) -> Choice | None:
         if self._kept is None:
             end = self.config.sink_tokens + int(at.middle[0].sum())
-            self._vote(torch.softmax(at.logits[:, :, :1], dim=-1), end)
+            self._kept = self._vote(torch.softmax(at.logits[:, :, :1], dim=-1), end)
         recent = latest(at.middle, self.config.token_budget - int(self._kept[0].sum()))
         kept = functional.pad(self._kept, (0, at.k.shape[1] - self._kept.shape[1]))
         return Choice((recent | kept[:, None])[:, None], search_rows=0.0)
 
-    def _vote(self, attention: torch.Tensor, end: int) -> None:
-        """Of what is not recent where the window begins at `end`.
+    def _vote(self, attention: torch.Tensor, end: int) -> torch.Tensor:
+        """What is kept of what is not recent where the window begins at `end`.
 
-        attention: `[kv_heads, group, voters, n]`.
+        attention: `[kv_heads, group, voters, n]`. Returns bool `[kv_heads, tokens]`.
         """
         later = int(LATER * self.config.token_budget)
         end = max(0, end - later)
         votes = attention.sum(dim=(1, 2))
         votes = functional.avg_pool1d(votes, KERNEL, stride=1, padding=KERNEL // 2)[:, :end]
         allowed = torch.arange(end) >= self.config.sink_tokens
-        self._kept = best(votes[:, None], allowed, self.config.token_budget - later)[:, 0, 0]
+        return best(votes[:, None], allowed, self.config.token_budget - later)[:, 0, 0]
 
     def crop(self, n: int) -> None:
         super().crop(n)
@@ -53,4 +55,4 @@ class SnapKVLayer(DenseLayer):
 
     def reset(self) -> None:
         super().reset()
-        self._kept: torch.Tensor | None = None
+        self._kept = None

@@ -21,7 +21,9 @@ __all__ = ["TASKS", "Question", "make_questions"]
 TASKS = {
     "passkey": Task("Five digits hidden in filler, at depths from 0.1 to 0.9.", passkey),
     "needles": Task("The number of one city, among those of others, in prose.", needles),
-    "variables": Task("The chain of copies that starts at one variable, among others.", variables),
+    "variables": Task(
+        "The way of one thing from hand to hand, among those of other things, in prose.", variables
+    ),
     "frequent": Task("The candidate that most of many people voted for.", frequent),
     "copy": Task("The sentences after the first one of a story that occurs once in prose.", copy),
     "json": Task("A field of one record in a long list of JSON records.", records),

@@ -43,21 +43,21 @@ def needles(tokenizer: Any, length: int, instance: int, rng: random.Random) -> D
 
 
 def variables(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
-    names = rng.sample(WORDS, (CHAINS + 1) * (HOPS + 1))
-    example, *chains = (names[i :: CHAINS + 1] for i in range(CHAINS + 1))
-    statements = [
-        f"Copy {chain[hop]} to {chain[hop + 1]}."
-        for hop in range(HOPS)
-        for chain in rng.sample(chains, CHAINS)
+    """Variable tracking in words: people hold things, as variables hold values."""
+    people = rng.sample(FIRST_NAMES, CHAINS * (HOPS + 1))
+    things = rng.sample(WORDS, CHAINS)
+    ways = [
+        [f"{giver} gave the {thing} to {taker}." for giver, taker in pairwise(people[i::CHAINS])]
+        for i, thing in enumerate(things)
     ]
-    shown = " ".join(f"Copy {a} to {b}." for a, b in pairwise(example))
-    head = f"Follow the copies. An example: {shown} All copies: {' to '.join(example)}."
-    first, *others = chains[0]
+    statements = [way[hop] for hop in range(HOPS) for way in rng.sample(ways, CHAINS)]
+    head = "Things go from one person to another in this text. Remember the way of each of them."
+    start = ways[0][0].rpartition(" ")[0]
     return draft(
         tokenizer,
         _hide(tokenizer, head, statements, length, rng),
-        f" All copies: {first} to",
-        f" {' to '.join(others)}.",
+        f"\n\nThe way of the {things[0]}: {start}",
+        " ".join(ways[0]).removeprefix(start),
     )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from icecache.eval.tasks.question import Draft, draft, room_for
-from icecache.eval.tasks.words import CITIES, FIRST_NAMES, LAST_NAMES
+from icecache.eval.tasks.words import FIRST_NAMES, LAST_NAMES, WORDS
 from icecache.eval.texts import encode, endless, fill
 
 CANDIDATES, WINS = 8, 5
@@ -34,22 +34,19 @@ def frequent(tokenizer: Any, length: int, instance: int, rng: random.Random) -> 
 
 
 def records(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
-    used: set[str] = set()
+    names = [f"{first} {second}" for first in WORDS for second in WORDS if first != second]
+    rng.shuffle(names)
 
     def lines() -> Iterator[str]:
-        while True:
-            letter = chr(ord("A") + rng.randrange(26))
-            name = f"{rng.choice(FIRST_NAMES)} {letter}. {rng.choice(LAST_NAMES)}"
-            if name not in used:
-                used.add(name)
-                city, code = rng.choice(CITIES), rng.randrange(10_000, 100_000)
-                yield "\n" + json.dumps({"name": name, "code": code, "city": city})
+        for name in names:
+            owner = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+            record = {"item": name, "owner": owner, "price": rng.randrange(100, 1000)}
+            yield "\n" + json.dumps(record)
 
-    context, taken = _fill(tokenizer, length, "Records of customers, one a line:\n", lines())
+    context, taken = _fill(tokenizer, length, "Items, one a line:\n", lines())
     asked = json.loads(rng.choice(taken))
-    start = json.dumps(asked).split(f" {asked['code']}")[0]
-    cue = f"\n\nOnce more, the record of {asked['name']}:\n{start}"
-    return draft(tokenizer, context, cue, f" {asked['code']}")
+    cue = f"\n\nThe owner of the {asked['item']} is"
+    return draft(tokenizer, context, cue, f" {asked['owner']}")
 
 
 def _fill(

@@ -12,6 +12,13 @@ layouts   ways to lay tokens out in pages
 purity    what pages of each layout are worth
 calibration  estimated against true errors
 passkey   retrieval
+tasks     questions with right answers, from seeded generators
+gsm8k     chains of thought
+comparison, ledger  what a comparison measured, and its file
+traffic   what a policy would send to a device
+compare   every policy on texts and questions
+drift     far into decoding
+campaign  what `icecache compare` is asked for
 demo      full attention and icecache side by side
 report    tables and JSON
 

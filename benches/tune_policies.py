@@ -1,6 +1,6 @@
 """Parameters of the compared policies, tuned on a text that no comparison reports.
 
-    python benches/tune_policies.py quest snapkv snapkv:VOTERS=64,KERNEL=5 --budgets 16,64,256
+    python benches/tune_policies.py quest snapkv snapkv:VOTERS=32:KERNEL=5 --budgets 16,64,256
 
 KL from full attention of SmolLM2 on the source of `typing`, and what a step read. A name may change
 constants of its policy's file.
@@ -31,7 +31,7 @@ from icecache.policies import POLICIES
 from icecache.policies.base import Prompt
 from icecache.policies.dense import DenseLayer
 
-CALL = 16
+CALL = 16  # positions of a forward
 
 
 def read(model: Any, ids: list[int]) -> list[Prompt]:
@@ -104,10 +104,10 @@ def main() -> None:
     print("| policy | budget | KL | agreement | exact | keys | values | index s | call s |")
     print("|---|---|---|---|---|---|---|---|---|")
     for name in a.policies:
-        policy, _, changes = name.partition(":")
+        policy, *changes = name.split(":")
         layer = POLICIES[policy].layer
         module: Any = importlib.import_module(layer.__module__)
-        for change in filter(None, changes.split(",")):
+        for change in changes:
             key, value = change.split("=")
             setattr(module, key, ast.literal_eval(value))
             for kind in layer.__mro__:

@@ -13,6 +13,8 @@ from icecache.policies.dense import DenseLayer
 from icecache.policies.magicpig import sampling_probability
 
 PEERS = ("h2o", "snapkv", "quest", "arkvale", "pqcache", "magicpig", "omnikv", "retroinfer")
+DEPTH = {name: 4 if name == "omnikv" else 1 for name in POLICIES}
+"""Layers of a sequence: the fourth of OmniKV is the first that does not see everything."""
 DENSE = [name for name, policy in POLICIES.items() if issubclass(policy.layer, DenseLayer)]
 
 
@@ -42,7 +44,7 @@ def middle(layer):
 def test_a_budget_that_covers_everything_is_full_attention(name):
     full = decoded("full", 60, 70, 1)[0]
     for budget in (122, 500):
-        for count in (1, 4):
+        for count in {1, DEPTH[name]}:
             out, layer = decoded(name, 60, 70, budget, count=count)
             torch.testing.assert_close(out, full, atol=1e-5, rtol=1e-5)
             assert [list(positions) for positions in layer.selected()] == [list(range(130))] * 2
@@ -51,16 +53,16 @@ def test_a_budget_that_covers_everything_is_full_attention(name):
 @pytest.mark.parametrize("name", [n for n in DENSE if n != "full"])
 def test_more_budget_comes_closer_to_full_attention(name):
     errors = []
-    for budget in (4, 64, 120):
+    for budget in (4, 64, 500):
         pairs = [
             (
-                decoded(name, 140, 8, budget, seed=s, count=4)[0],
+                decoded(name, 140, 8, budget, seed=s, count=DEPTH[name])[0],
                 decoded("full", 140, 8, 1, seed=s)[0],
             )
-            for s in range(12)
+            for s in range(6)
         ]
         errors.append(sum(float((out - full).square().mean()) for out, full in pairs))
-    assert errors[0] > errors[1] > errors[2] > 0, errors
+    assert errors[0] > 1.5 * errors[1] > errors[2], errors
 
 
 @pytest.mark.parametrize("name", DENSE)
@@ -69,7 +71,7 @@ def test_no_position_sees_a_later_one(name):
     k, v, q = rows(2, n + steps, 8, 0), rows(2, n + steps, 8, 1), rows(4, n + steps, 8, 2)
     outputs = []
     for later in (k, -3 * k):
-        for layer in (stack := layers(name, 16, count=4)):
+        for layer in (stack := layers(name, 16, count=DEPTH[name])):
             read(layer, k[:, :n], v[:, :n], q[:, :n])
         keys = torch.cat([k[:, n:-1], later[:, -1:]], dim=1)
         outputs.append([layer.decode(q[:, n:], keys, v[:, n:]) for layer in stack][-1])
@@ -80,8 +82,8 @@ def test_no_position_sees_a_later_one(name):
 @pytest.mark.parametrize("name", [n for n in DENSE if n != "h2o"])
 def test_positions_of_one_call_attend_as_if_they_came_one_by_one(name):
     """Not H2O: its scores learn after each call."""
-    together, one = decoded(name, 80, 45, 12, count=4)
-    apart, other = decoded(name, 80, 45, 12, count=4, together=False)
+    together, one = decoded(name, 80, 45, 12, count=DEPTH[name])
+    apart, other = decoded(name, 80, 45, 12, count=DEPTH[name], together=False)
     torch.testing.assert_close(together, apart, atol=1e-5, rtol=1e-5)
     for a, b in zip(one.selected(), other.selected(), strict=True):
         assert list(a) == list(b)
@@ -96,7 +98,7 @@ def test_positions_of_one_call_attend_as_if_they_came_one_by_one(name):
     together=st.booleans(),
 )
 def test_budgets_hold_and_positions_are_sorted(name, n, steps, budget, together):
-    out, layer = decoded(name, n, steps, budget, count=4, together=together)
+    out, layer = decoded(name, n, steps, budget, count=DEPTH[name], together=together)
     assert torch.isfinite(out).all()
     stats = layer.stats()
     for positions in layer.selected():
@@ -114,11 +116,11 @@ def test_budgets_hold_and_positions_are_sorted(name, n, steps, budget, together)
 def test_a_crop_and_a_reset_leave_a_layer_that_goes_on(name):
     n, kept = 120, 100
     k, v, q = rows(2, 200, 8, 0), rows(2, 200, 8, 1), rows(4, 200, 8, 2)
-    stack = layers(name, 16, count=4)
+    stack = layers(name, 16, count=DEPTH[name])
     for layer in stack:
         read(layer, k[:, :n], v[:, :n], q[:, :n])
         layer.decode(q[:, n : n + 60], k[:, n : n + 60], v[:, n : n + 60])
-    fresh = layers(name, 16, count=4)
+    fresh = layers(name, 16, count=DEPTH[name])
     for one in fresh:
         read(one, k[:, :n], v[:, :n], q[:, :n]).crop(kept)
     for size in (kept, 40, 1):
@@ -136,13 +138,13 @@ def test_a_crop_and_a_reset_leave_a_layer_that_goes_on(name):
         layer.reset()
         assert layer.seq_len == 0
     torch.testing.assert_close(
-        decoded(name, 90, 50, 16, layer=stack)[0], decoded(name, 90, 50, 16, count=4)[0]
+        decoded(name, 90, 50, 16, layer=stack)[0], decoded(name, 90, 50, 16, count=DEPTH[name])[0]
     )
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_the_seed_decides_where_there_is_chance(name):
-    outputs = [decoded(name, 150, 5, 16, count=4, seed=1)[0] for _ in range(2)]
+    outputs = [decoded(name, 150, 5, 16, count=DEPTH[name], seed=1)[0] for _ in range(2)]
     assert torch.equal(*outputs)
     k, v, q = rows(2, 150, 8, 3), rows(2, 150, 8, 4), rows(4, 150, 8, 5)
     other = read(make(name, 16, seed=7), k, v, q).attend(q[:, -5:])
@@ -316,17 +318,17 @@ def estimates(n, tables, seeds, scale=0.5):
 def test_magicpigs_estimate_is_unbiased(monkeypatch):
     monkeypatch.setattr(magicpig, "TABLES", 20)
     monkeypatch.setattr(magicpig, "BITS", 4)
-    found, true = estimates(80, 20, seeds=200)
+    found, true = estimates(80, 20, seeds=120)
     error = found.std(dim=0) / math.sqrt(len(found))
     assert ((found.mean(dim=0) - true).abs() < 4 * error).all()
-    assert float(error.max()) < 0.15
+    assert float(error.max()) < 0.2
 
 
 def test_magicpigs_error_falls_with_the_number_of_tables(monkeypatch):
-    monkeypatch.setattr(magicpig, "TABLES", 100)
+    monkeypatch.setattr(magicpig, "TABLES", 80)
     monkeypatch.setattr(magicpig, "BITS", 4)
     errors = []
-    for tables in (5, 20, 100):
+    for tables in (5, 20, 80):
         found, true = estimates(80, tables, seeds=20)
         errors.append(float((found - true).square().mean().sqrt()))
     assert errors[0] > 1.5 * errors[1] > 1.5 * 1.5 * errors[2]

@@ -24,9 +24,10 @@ class MagicPIGLayer(DenseLayer):
     are exact. Published: L = 150; here each KV head has as many tables (2 to 512) as let the query
     heads of its group together sample `token_budget` tokens on the mean, by every 16th of the last
     64 positions of the prompt (where none was observed, the first that attends). Which tokens a
-    step samples varies, so it may exceed the budget. As published, later tokens are not indexed:
-    they are dropped when they leave the window, but for the first ones where the prompt does not
-    fill the budget. On a device: sink and window; the host samples, attends and sends up its part.
+    step samples varies, so it may exceed the budget. As published, the whole prompt is indexed and
+    no later token is: those are dropped when they leave the window, but for the first ones where
+    the prompt does not fill the budget. On a device: sink and window; the host samples, attends and
+    sends up its part.
     """
 
     _lengths: torch.Tensor | None
@@ -35,12 +36,13 @@ class MagicPIGLayer(DenseLayer):
     def observe(self, prompt: Prompt) -> None:
         n, heads = prompt.k.shape[1], self.num_kv_heads
         q = prompt.q[:, max(0, n - CALIBRATION) :].flip(1)[:, ::EVERY].float()
-        self._index(prompt.k[:, : self._window], q.reshape(heads, self.group, -1, self.head_dim))
+        self._index(prompt.k, q.reshape(heads, self.group, -1, self.head_dim), self._window)
 
     def choose(self, at: Positions) -> Choice | None:
         sink, n = self.config.sink_tokens, at.k.shape[1]
         if self._lengths is None:
-            self._index(at.k[:, : sink + int(at.middle[0].sum())], at.q[:, :, :1])
+            end = sink + int(at.middle[0].sum())
+            self._index(at.k[:, :end], at.q[:, :, :1], end)
         assert self._lengths is not None
         indexed = self._lengths.shape[1]
         if self._tables is None:
@@ -68,8 +70,11 @@ class MagicPIGLayer(DenseLayer):
             shift=shift.view(at.logits.shape),
         )
 
-    def _index(self, k: torch.Tensor, q: torch.Tensor) -> None:
-        """Hashes all keys but the sink's. q: `[kv_heads, group, positions, head_dim]`."""
+    def _index(self, k: torch.Tensor, q: torch.Tensor, end: int) -> None:
+        """Hashes all keys but the sink's; the window begins at `end`.
+
+        q: `[kv_heads, group, positions, head_dim]`.
+        """
         keys = k[:, self.config.sink_tokens :].float()
         self._mean = keys.mean(dim=1, keepdim=True)
         keys = keys - self._mean
@@ -86,7 +91,12 @@ class MagicPIGLayer(DenseLayer):
             made.append(Tables.of(keys, planes))
             count += len(planes)
             hits += made[-1].hits(q.flatten(1, 2)).view(hits.shape)
-            tokens = (hits.amax(dim=1) >= 2).sum(dim=-1).float().mean(dim=1)
+            tokens = (
+                (hits.amax(dim=1) >= 2)[..., : end - self.config.sink_tokens]
+                .sum(dim=-1)
+                .float()
+                .mean(dim=1)
+            )
             within = tokens <= self.config.token_budget
             self._used[within] = count
             if count >= 2 and not within.any():

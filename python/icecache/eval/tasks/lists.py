@@ -11,7 +11,7 @@ from icecache.eval.tasks.question import Draft, draft, room_for
 from icecache.eval.tasks.words import FIRST_NAMES, LAST_NAMES, WORDS
 from icecache.eval.texts import encode, endless, fill
 
-CANDIDATES, WINS = 8, 5
+CANDIDATES, WINS = 6, 5
 """In a round of votes, one candidate gets so many, each of the others one."""
 _LETTERS = "BCDEFGHJKLMNPQRSTUVWXYZ"
 """Candidates, because models expect all of them alike; A and I are words, O looks like zero."""
@@ -45,15 +45,17 @@ def records(tokenizer: Any, length: int, instance: int, rng: random.Random) -> D
 
     context, taken = _fill(tokenizer, length, "Items, one a line:\n", lines())
     asked = json.loads(rng.choice(taken))
-    cue = f"\n\nThe owner of the {asked['item']} is"
-    return draft(tokenizer, context, cue, f" {asked['owner']}")
+    start, end = json.dumps(asked).split(asked["owner"])
+    cue = f"\n\nAgain, the record of the {asked['item']}:\n{start}"
+    return draft(tokenizer, context, cue, asked["owner"] + end[:1])
 
 
 def _fill(
     tokenizer: Any, length: int, head: str, entries: Iterable[str]
 ) -> tuple[list[int], list[str]]:
     """`length` tokens: a little filler, the head, and as many whole entries as fit; the entries."""
-    context, taken = encode(tokenizer, "\n\n" + head), []
+    context = encode(tokenizer, "\n\n" + head)
+    taken: list[str] = []
     for entry in entries:
         ids = encode(tokenizer, entry)
         if taken and len(context) + len(ids) >= length:

@@ -61,7 +61,7 @@ def records(context, cue):
     rows = [json.loads(line) for line in context.splitlines() if line.startswith("{")]
     asked = re.search(r"record of the (.*):", cue)[1]
     (row,) = [row for row in rows if row["item"] == asked]
-    return f'{row["owner"]}"'
+    return f'{row["code"]}"'
 
 
 READERS = {

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 from icecache.eval.tasks.question import Draft, draft, room_for
-from icecache.eval.tasks.words import FIRST_NAMES, LAST_NAMES, WORDS
+from icecache.eval.tasks.words import CITIES, FIRST_NAMES, LAST_NAMES, WORDS
 from icecache.eval.texts import encode, endless, fill
 
 CANDIDATES, WINS = 6, 5
 """In a round of votes, one candidate gets so many, each of the others one."""
 _LETTERS = "BCDEFGHJKLMNPQRSTUVWXYZ"
-"""Candidates, because models expect all of them alike; A and I are words, O looks like zero."""
+"""Models expect all of them alike. A and I are words as well, O looks like zero."""
 
 
 def frequent(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
@@ -34,20 +34,20 @@ def frequent(tokenizer: Any, length: int, instance: int, rng: random.Random) -> 
 
 
 def records(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
-    names = [f"{first} {second}" for first in WORDS for second in WORDS if first != second]
-    rng.shuffle(names)
+    items = [f"{first} {second}" for first in WORDS for second in WORDS if first != second]
+    rng.shuffle(items)
 
     def lines() -> Iterator[str]:
-        for name in names:
-            owner = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
-            record = {"item": name, "owner": owner, "price": rng.randrange(100, 1000)}
-            yield "\n" + json.dumps(record)
+        for item in items:
+            # A letter first: a small model that is unsure of a digit says 1.
+            code = f"{rng.choice(_LETTERS)}{rng.randrange(100, 1000)}"
+            yield "\n" + json.dumps({"item": item, "code": code, "city": rng.choice(CITIES)})
 
     context, taken = _fill(tokenizer, length, "Items, one a line:\n", lines())
     asked = json.loads(rng.choice(taken))
-    start, end = json.dumps(asked).split(asked["owner"])
+    start = json.dumps(asked).partition(asked["code"])[0]
     cue = f"\n\nAgain, the record of the {asked['item']}:\n{start}"
-    return draft(tokenizer, context, cue, asked["owner"] + end[:1])
+    return draft(tokenizer, context, cue, f'{asked["code"]}"')
 
 
 def _fill(

@@ -167,8 +167,7 @@ def test_smollm2_tokenises_the_whole_text_as_its_parts(task):
     for length in (1024, 4096):
         for question in make_questions(tokenizer, task, length, 3):
             check(tokenizer, question, length)
-            ids = question.context + question.cue + question.answer
-            assert (
-                encode(tokenizer, text(tokenizer, ids))[-len(question.answer) - 20 :]
-                == ids[-len(question.answer) - 20 :]
-            )
+            # Not its beginning: prose is cut off there, at any token.
+            tail = (question.context + question.cue + question.answer)[-200:]
+            whole = text(tokenizer, question.context[-500:] + question.cue + question.answer)
+            assert encode(tokenizer, whole)[-200:] == tail

@@ -24,15 +24,15 @@ def passkey(context, cue):
 
 def needles(context, cue):
     numbers = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", context))
-    assert len(numbers) == 8
-    assert len(set(numbers.values())) == 8
+    assert len(numbers) == 4
+    assert len(set(numbers.values())) == 4
     city = re.search(r"of (\w+) is$", cue)[1]
     return f" {numbers[city]}"
 
 
 def variables(context, cue):
     gifts = re.findall(r"(\w+) gave the (\w+) to (\w+)\.", context)
-    assert len(gifts) == 9
+    assert len(gifts) == 6
     holder, thing = re.search(r"(\w+) gave the (\w+) to$", cue).groups()
     sentences = []
     while following := [taker for giver, what, taker in gifts if (giver, what) == (holder, thing)]:

@@ -12,8 +12,8 @@ from icecache.eval.texts import encode, fill, make_haystack
 
 DEPTHS = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
 """Of the pass key, one instance after another: a few of them already cover the grid."""
-NEEDLES = 8
-CHAINS, HOPS = 3, 3
+NEEDLES = 4
+CHAINS, HOPS = 2, 3
 STORY_SENTENCES, ANSWER_SENTENCES = 12, 3
 
 

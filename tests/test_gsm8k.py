@@ -15,7 +15,7 @@ PROBLEMS = [(f"What is {i} plus one?", f"{i}+1={i + 1}\n#### {i + 1}") for i in 
 
 
 def written(problem):
-    return f"Question: {problem[0]}\nAnswer: {problem[1]}\n\n"
+    return f"\n\nQuestion: {problem[0]}\nAnswer: {problem[1]}"
 
 
 LONG = len(written(PROBLEMS[0]))  # of every problem
@@ -39,7 +39,7 @@ def test_examples_fill_the_prompt_and_solutions_are_scored(path, length, count, 
     assert len(context) == len(shown) * LONG and len(fed) == count * LONG
     assert not set(shown) & set(asked)
     scored = "".join(fed[i + 1] for i, score in enumerate(chain.scored[:-1]) if score)
-    solutions = [part.split("Answer:")[1] for part in fed.split("Question:")[1:]]
+    solutions = [part.split("Answer:")[1] for part in fed.split("\n\nQuestion:")[1:]]
     assert scored == "".join(solutions)
     assert len(chain.scored) == len(chain.fed) and not chain.scored[-1]
     assert chain.name == "gsm8k"

@@ -24,15 +24,15 @@ def passkey(context, cue):
 
 def needles(context, cue):
     numbers = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", context))
-    assert len(numbers) == 8
-    assert len(set(numbers.values())) == 8
+    assert len(numbers) == 4
+    assert len(set(numbers.values())) == 4
     city = re.search(r"of (\w+) is$", cue)[1]
     return f" {numbers[city]}"
 
 
 def variables(context, cue):
     gifts = re.findall(r"(\w+) gave the (\w+) to (\w+)\.", context)
-    assert len(gifts) == 9
+    assert len(gifts) == 6
     holder, thing = re.search(r"(\w+) gave the (\w+) to$", cue).groups()
     sentences = []
     while following := [taker for giver, what, taker in gifts if (giver, what) == (holder, thing)]:
@@ -167,8 +167,7 @@ def test_smollm2_tokenises_the_whole_text_as_its_parts(task):
     for length in (1024, 4096):
         for question in make_questions(tokenizer, task, length, 3):
             check(tokenizer, question, length)
-            ids = question.context + question.cue + question.answer
-            assert (
-                encode(tokenizer, text(tokenizer, ids))[-len(question.answer) - 20 :]
-                == ids[-len(question.answer) - 20 :]
-            )
+            # Not its beginning: prose is cut off there, at any token.
+            tail = (question.context + question.cue + question.answer)[-200:]
+            whole = text(tokenizer, question.context[-500:] + question.cue + question.answer)
+            assert encode(tokenizer, whole)[-200:] == tail

@@ -3,6 +3,8 @@
 errors    an error with a message for the user
 model     SmolLM2 from PyPI, or any other model
 texts     texts, and haystacks with a passkey
+tasks/    questions with right answers
+gsm8k     worked solutions, a chain of thought
 runs      policies at budgets, and the options that are the same for all
 probe     the true mass of what a layer attended to
 decode    an exact prefill shared by all policies; decoding after it

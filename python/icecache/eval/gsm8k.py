@@ -62,11 +62,11 @@ def read_gsm8k(path: Path, tokenizer: Any, length: int, count: int, seed: int = 
 
 
 def _prompt(question: str) -> str:
-    return f"Question: {question}\nAnswer:"
+    return f"\n\nQuestion: {question}\nAnswer:"
 
 
 def _solution(answer: str) -> str:
-    return f" {answer}\n\n"
+    return f" {answer}"
 
 
 def _read(path: Path) -> list[tuple[str, str]]:
@@ -83,5 +83,5 @@ def _read(path: Path) -> list[tuple[str, str]]:
             raise EvalError(
                 f"line {number} of {path} is not a JSON object with {' and '.join(_FIELDS)}"
             ) from error
-        problems.append((str(question), str(answer)))
+        problems.append((str(question).strip(), str(answer).strip()))
     return problems

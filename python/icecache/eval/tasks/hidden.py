@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import random
-from itertools import islice, pairwise
+from itertools import pairwise
 from typing import Any
 
-from icecache.eval.tasks.question import Draft, draft, room_for
+from icecache.eval.tasks.question import Draft, draft, flat_prose, room_for
 from icecache.eval.tasks.words import CITIES, FIRST_NAMES, WORDS
-from icecache.eval.texts import encode, endless, fill, make_haystack
+from icecache.eval.texts import encode, fill, make_haystack
 
 DEPTHS = (0.5, 0.1, 0.9, 0.3, 0.7, 0.2, 0.8, 0.4, 0.6)
 """Of the pass key, one instance after another: a few of them already cover the grid."""
-NEEDLES = 8
-CHAINS, HOPS = 3, 3
+NEEDLES = 4
+CHAINS, HOPS = 2, 3
 STORY_SENTENCES, ANSWER_SENTENCES = 12, 3
-_FIRST_SENTENCES = 1000
-"""The haystack begins with one of the first so many sentences of Python's reference."""
 
 
 def passkey(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
@@ -85,9 +83,7 @@ def _hide(
     start = encode(tokenizer, head)
     hidden = [encode(tokenizer, " " + statement) for statement in statements]
     room = room_for(length, start, *hidden)
-    prose = islice(endless("prose"), rng.randrange(_FIRST_SENTENCES), None)
-    # On one line, or models break the lines of their answers as well.
-    hay, ends = fill(tokenizer, (" ".join(sentence.split()) for sentence in prose), room)
+    hay, ends = fill(tokenizer, flat_prose(rng), room)
     context, done = start, 0
     for i, statement in enumerate(hidden):
         place = room * (i + rng.random()) / len(hidden)

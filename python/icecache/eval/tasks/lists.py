@@ -7,8 +7,8 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from icecache.eval.tasks.question import Draft, draft, room_for
-from icecache.eval.tasks.words import CITIES, FIRST_NAMES, LAST_NAMES, WORDS
+from icecache.eval.tasks.question import Draft, draft, flat_prose, room_for
+from icecache.eval.tasks.words import FIRST_NAMES, LAST_NAMES, WORDS
 from icecache.eval.texts import encode, endless, fill
 
 CANDIDATES, WINS = 6, 5
@@ -36,12 +36,14 @@ def frequent(tokenizer: Any, length: int, instance: int, rng: random.Random) -> 
 def records(tokenizer: Any, length: int, instance: int, rng: random.Random) -> Draft:
     items = [f"{first} {second}" for first in WORDS for second in WORDS if first != second]
     rng.shuffle(items)
+    notes = flat_prose(rng)
 
     def lines() -> Iterator[str]:
         for item in items:
             # A letter first: a small model that is unsure of a digit says 1.
             code = f"{rng.choice(_LETTERS)}{rng.randrange(100, 1000)}"
-            yield "\n" + json.dumps({"item": item, "code": code, "city": rng.choice(CITIES)})
+            record = {"item": item, "code": code, "note": f"{next(notes)} {next(notes)}"}
+            yield "\n" + json.dumps(record, ensure_ascii=False)
 
     context, taken = _fill(tokenizer, length, "Items, one a line:\n", lines())
     asked = json.loads(rng.choice(taken))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, NamedTuple
 
 from icecache.eval.errors import EvalError
-from icecache.eval.texts import encode
+from icecache.eval.texts import encode, endless
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,15 @@ class Task:
     description: str
     generate: Callable[[Any, int, int, random.Random], Draft]
     """From the tokenizer, the length of the context, the instance and a source of chance."""
+
+
+def flat_prose(rng: random.Random) -> Iterator[str]:
+    """Sentences of Python's reference from a random one of its first 1,000 on.
+
+    Each on one line, or models break the lines of their answers as well.
+    """
+    for sentence in islice(endless("prose"), rng.randrange(1000), None):
+        yield " ".join(sentence.split())
 
 
 def room_for(length: int, *parts: list[int]) -> int:

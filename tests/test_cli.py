@@ -168,8 +168,12 @@ def test_compare_measures_every_part_and_goes_on(model, solved, tmp_path):
         (variant, "story.txt", 1024, 40) for variant in ("inserted", "not inserted", "rebuilt")
     }
     text.write_text("It was a bright and quiet morning. " * 60)
-    with pytest.raises(EvalError, match="read"):
+    with pytest.raises(EvalError, match=r"the text story\.txt"):
         run(*command)
+    with pytest.raises(EvalError, match=r"options \{\}, this one has \{'page_size': 5\}"):
+        run(*command, "--set", "page_size=5")
+    with pytest.raises(EvalError, match=r"two texts are called 'story.txt'"):
+        run(*command, "--text", str(text))
 
 
 @pytest.mark.parametrize(

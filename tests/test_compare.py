@@ -174,15 +174,20 @@ def test_a_run_that_was_stopped_goes_on(model, passage, progress, tmp_path, monk
 
 def test_a_ledger_takes_up_what_agrees(tmp_path):
     path = tmp_path / "out.json"
-    Ledger(path, {"read": {"a": "1"}}, ["read"]).add()
-    assert Ledger(path, {"read": {"b": "2"}}, ["read"]).comparison.config == {
-        "read": {"a": "1", "b": "2"}
+    Ledger(path, {"read": {"a": "1"}, "options": {}}, ["options"]).add()
+    assert Ledger(path, {"read": {"b": "2"}, "options": {}}, ["options"]).comparison.config == {
+        "read": {"a": "1", "b": "2"},
+        "options": {},
     }
-    with pytest.raises(EvalError, match="read"):
-        Ledger(path, {"read": {"a": "2", "c": "3"}}, ["read"])
+    with pytest.raises(EvalError, match="the text a '1', this one has '2'"):
+        Ledger(path, {"read": {"a": "2", "c": "3"}})
+    with pytest.raises(EvalError, match=r"options \{\}, this one has \{'page_size': 5\}"):
+        Ledger(path, {"options": {"page_size": 5}}, ["options"])
     path.write_text(path.read_text()[:-9])
     with pytest.raises(EvalError, match="holds no comparison"):
-        Ledger(path, {"read": {}}, ["read"])
+        Ledger(path, {})
+    path.write_text("")
+    assert Ledger(path, {"model": "m"}).comparison.texts == []
 
 
 @torch.inference_mode()

@@ -289,6 +289,7 @@ def compare(
     quick: Annotated[
         bool, typer.Option("--quick", help="One text, 2,048 tokens, 16 and 64: two minutes.")
     ] = False,
+    set_: SetOption = None,
     json: JsonOption = None,
     report: Annotated[
         Path | None,
@@ -330,6 +331,7 @@ def compare(
         drift=drift,
         seed=seed,
         rope_theta=rope_theta,
+        options=_assignments(set_ or []),
     )
     campaign.runs()  # refuses what is wrong before the model is loaded
     language_model, tokenizer = load_model(

@@ -4,8 +4,8 @@ drift."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from icecache.eval import texts
 from icecache.eval.compare import Passage, compare_tasks, compare_texts
 from icecache.eval.decode import check_model
 from icecache.eval.drift import PREFILL, measure_drift
+from icecache.eval.errors import EvalError
 from icecache.eval.gsm8k import read_gsm8k
 from icecache.eval.ledger import Ledger
 from icecache.eval.report import describe
@@ -24,7 +25,7 @@ from icecache.policies import POLICIES
 
 _ROOM = 160
 """Positions after a context for a question and its answer."""
-ALIKE = ("model", "rope_theta", "seed", "read", "versions")
+ALIKE = ("model", "rope_theta", "seed", "options", "versions")
 """Settings that all rows of a result file share."""
 
 
@@ -52,11 +53,13 @@ class Campaign:
     drift_budget: int = 64
     seed: int = 0
     rope_theta: float | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+    """Of `IceConfig`, for icecache."""
 
     def runs(self) -> list[Run]:
         """Every policy at every budget, full attention first; `EvalError` for an unknown one."""
-        planned = plan(dict.fromkeys(["full", *self.policies]), self.budgets)
-        return [Run(run.policy, run.budget, {"seed": self.seed}) for run in planned]
+        planned = plan(dict.fromkeys(["full", *self.policies]), self.budgets, self.options)
+        return [replace(run, options={**run.options, "seed": self.seed}) for run in planned]
 
     def positions(self) -> int:
         """That a model must have, but for chains of thought, whose length nobody knows yet."""
@@ -70,6 +73,9 @@ class Campaign:
         """Everything, kept in the file `path` as it goes; what that has already is left out."""
         passages = [self._text(tokenizer, name) for name in self.texts]
         passages += [self._chain(tokenizer, self.gsm8k)] if self.gsm8k is not None else []
+        names = [passage.name for passage in passages]
+        if twice := [name for name in names if names.count(name) > 1]:
+            raise EvalError(f"two texts are called {twice[0]!r}: rename one")
         questions = [
             question
             for task in self.tasks
@@ -88,7 +94,8 @@ class Campaign:
         compare_texts(model, passages, runs, ledger, progress)
         compare_tasks(model, questions, runs, ledger, progress)
         if drifting:
-            run = Run("icecache", self.drift_budget, {"seed": self.seed})
+            (run,) = plan(["icecache"], [self.drift_budget], self.options)
+            run = replace(run, options={**run.options, "seed": self.seed})
             measure_drift(model, *drifting, run, ledger, progress)
         return ledger
 

@@ -14,8 +14,9 @@ from icecache.eval.errors import EvalError
 class Ledger:
     """The rows of a comparison, written to `path` after each addition; in memory alone for None.
 
-    A file that is there is taken up, its rows stay: `EvalError` unless what `config` has under the
-    names `alike` is the same there; of mappings, what both have.
+    A file that is there is taken up and its rows stay. `EvalError` unless its config has the same
+    values under the names `alike`, and the same for what both have in the mapping "read", from
+    names to digests of what is read.
     """
 
     def __init__(
@@ -25,18 +26,12 @@ class Ledger:
         self.comparison = Comparison(config=config)
         if path is not None and path.exists() and path.stat().st_size:
             found = Comparison.read(path)
-            merged = dict(config)
             for name in alike:
-                there, here = found.config.get(name), config[name]
-                if isinstance(there, dict) and isinstance(here, dict):
-                    merged[name] = there | here
-                    there, here = ({k: x[k] for k in there.keys() & here} for x in (there, here))
-                if there != here:
-                    raise EvalError(
-                        f"{path} holds a comparison with {name} {there!r}, this one has {here!r}: "
-                        "give another file, or delete it"
-                    )
-            self.comparison = replace(found, config=merged)
+                _agree(path, name, found.config.get(name), config[name])
+            known, read = found.config.get("read", {}), config.get("read", {})
+            for name in known.keys() & read.keys():
+                _agree(path, f"the text {name}", known[name], read[name])
+            self.comparison = replace(found, config={**config, "read": {**known, **read}})
 
     def text_row(self, text: str, policy: str, budget: int | None, equal: str) -> TextRow | None:
         """The row of one policy at one budget, if it was measured."""
@@ -73,3 +68,11 @@ class Ledger:
         self.comparison.heads.extend(heads)
         if self._path is not None:
             self.comparison.write(self._path)
+
+
+def _agree(path: Path, name: str, there: Any, here: Any) -> None:
+    if there != here:
+        raise EvalError(
+            f"{path} holds a comparison with {name} {there!r}, this one has {here!r}: "
+            "give another file, or delete it"
+        )

@@ -167,13 +167,18 @@ def test_compare_measures_every_part_and_goes_on(model, solved, tmp_path):
     assert {(row.variant, row.text, row.start, row.positions) for row in more.drift} == {
         (variant, "story.txt", 1024, 40) for variant in ("inserted", "not inserted", "rebuilt")
     }
+    with pytest.raises(EvalError, match="the text story"):  # as many tokens in all
+        run(*command, "--context", "490", "--tokens", "30")
     text.write_text("It was a bright and quiet morning. " * 60)
     with pytest.raises(EvalError, match=r"the text story\.txt"):
         run(*command)
     with pytest.raises(EvalError, match=r"options \{\}, this one has \{'page_size': 5\}"):
         run(*command, "--set", "page_size=5")
-    with pytest.raises(EvalError, match=r"two texts are called 'story.txt'"):
-        run(*command, "--text", str(text))
+    again = tmp_path / "other" / "story.txt"
+    again.parent.mkdir()
+    again.write_text(text.read_text())
+    with pytest.raises(EvalError, match=r"two texts are called 'story\.txt'"):
+        run(*command, "--text", str(again))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +188,15 @@ def test_compare_measures_every_part_and_goes_on(model, solved, tmp_path):
         (("--budgets", "0.001%"), "has a budget below 1"),
         (("--budgets", "many"), "is not a list of numbers"),
         (("--report", "/nowhere/page.html"), "there is no folder"),
-        (("--context", "1"), "--context"),
+        (("--context", "127"), "--context"),
+        (("--seed", "3000000000"), "--seed"),
+        (("--budgets", "nan"), "has a budget without end"),
+        (("--budgets", "inf"), "has a budget without end"),
+        (("--budgets", ""), "is not a list of numbers"),
+        (("--policies", ""), "is not a list of names"),
+        (("--task", ","), "is not a list of names"),
+        (("--json", "a.json", "--report", "./a.json"), "is given twice"),
+        (("--text", "a.txt", "--report", "a.txt"), "is given twice"),
     ],
 )
 def test_compare_refuses_wrong_options(model, options, error):
@@ -206,3 +219,27 @@ def test_compare_refuses_wrong_options(model, options, error):
 def test_compare_refuses_what_it_cannot_measure(model, options, error):
     with pytest.raises(EvalError, match=error):
         run("compare", "--model", model, "--quick", *options)
+
+
+def test_a_report_does_not_overwrite_its_comparison(tmp_path):
+    path = tmp_path / "out.json"
+    Comparison(config={"model": "m"}).write(path)
+    result = run("report", str(path), "--out", str(path))
+    assert result.exit_code == 2
+    assert "given twice" in " ".join(result.output.split())
+    assert Comparison.read(path).config == {"model": "m"}
+
+
+def test_another_model_in_the_same_folder_is_noticed(tmp_path):
+    folder, out, text = tmp_path / "model", tmp_path / "out.json", tmp_path / "a.txt"
+    text.write_text("It was a dark and stormy night. " * 20)
+    byte_tokenizer().save_pretrained(folder)
+    size = ("--context", "200", "--tokens", "4", "--budgets", "8", "--policies", "window")
+    command = ("compare", "--model", str(folder), "--text", str(text), *size, "--json", str(out))
+    model = llama(vocab_size=VOCABULARY)
+    model.save_pretrained(folder)
+    assert run(*command).exit_code == 0
+    model.lm_head.weight.data *= 2
+    model.save_pretrained(folder)
+    with pytest.raises(EvalError, match="weights"):
+        run(*command)

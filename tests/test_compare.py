@@ -102,6 +102,20 @@ def test_what_policies_read_and_hold(model, passage, progress):
     assert longer.kl < window.kl
 
 
+def test_equal_bytes_are_equal_where_a_token_costs_more_than_itself(model, passage, progress):
+    """A clustered token also costs its part of a centroid, a sampled one that of a table."""
+    policies = ["full", "magicpig", "icecache-reuse", "icecache"]
+    rows = measured(model, [passage], plan(policies, [8]), progress).texts
+    (ours,) = (row for row in rows if row.policy == "icecache")
+    found = [row for row in rows if row.equal == "bytes"]
+    assert {row.policy for row in found} <= {"magicpig", "icecache-reuse"} and found
+    for row in found:
+        (first,) = (r for r in rows if (r.policy, r.equal) == (row.policy, "tokens"))
+        # Nearer than where it started, and to 10 % where its steps allow it.
+        assert abs(row.read_bytes - ours.read_bytes) < abs(first.read_bytes - ours.read_bytes)
+        assert row.read_bytes == pytest.approx(ours.read_bytes, rel=0.1)
+
+
 def test_only_scored_positions_count(model, passage, progress):
     scored = [i % 3 == 0 for i in range(TOKENS)]
     some = replace(passage, scored=scored)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from icecache.config import IceConfig
 from icecache.layer import LayerCache
-from icecache.policies import POLICIES, make_policy
+from icecache.policies import POLICIES, Prompt, make_policy
 from icecache.policies.dense import DenseLayer
 
 SINK, WINDOW = 3, 5
@@ -162,6 +162,35 @@ def test_wrong_input_is_refused():
     with pytest.raises(ValueError, match="multiple"):
         DenseLayer(3, 2, 8, IceConfig())
     assert layer.seq_len == 4
+
+
+def test_the_window_of_the_statistics_is_the_one_attended_to():
+    """After a prefill of n tokens it is `window_tokens` long, and grows by 32 before it moves."""
+    layer = make("window", budget=1)
+    k, v = rows(2, 100, 8), rows(2, 100, 8, 1)
+    layer.prefill(k[:, :40], v[:, :40])
+    for n in range(40, 100):
+        layer.decode(rows(4, 1, 8), k[:, n : n + 1], v[:, n : n + 1])
+        window = layer.stats().window_tokens
+        assert window == min(WINDOW + n - 39, WINDOW + 32)
+        # One token of the budget lies before it.
+        assert list(layer.selected()[0]) == [*range(SINK), *range(n - window, n + 1)]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+@pytest.mark.parametrize("n", [1, 2, 20, 40])
+def test_contexts_shorter_than_sink_and_window(name, n):
+    factory = make_policy(name, 4, sink_tokens=32, window_tokens=64, dense_below=0)
+    shape = dict(num_q_heads=4, num_kv_heads=2, head_dim=8, scale=None)
+    layers = [factory(layer_index=i, **shape) for i in range(2)]
+    k, v, q = rows(2, n + 1, 8), rows(2, n + 1, 8, 1), rows(4, n + 1, 8, 2)
+    exact = probabilities(q[:, -1].reshape(2, 2, 8), k, 8**-0.5) @ v.double()
+    for layer in layers:
+        layer.prefill(k[:, :n], v[:, :n])
+        if isinstance(layer, DenseLayer):
+            layer.observe(Prompt(k[:, :n], v[:, :n], q[:, :n], 8**-0.5))
+        out = layer.decode(q[:, n:], k[:, n:], v[:, n:])
+        torch.testing.assert_close(out[:, 0].double(), exact.reshape(4, 8), atol=1e-5, rtol=1e-5)
 
 
 def test_names_make_the_layers_they_stand_for():

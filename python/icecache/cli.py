@@ -5,6 +5,8 @@ Heavy modules are imported when a command runs, so that `--help` and `--version`
 
 from __future__ import annotations
 
+import math
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -48,7 +50,16 @@ def _can_be_written(path: Path | None) -> Path | None:
     """Refuses a file that could not be written, before hours of work and not after."""
     if path is not None and not path.resolve().parent.is_dir():
         raise typer.BadParameter(f"there is no folder {path.parent}")
+    if path is not None and not os.access(path.resolve().parent, os.W_OK):
+        raise typer.BadParameter(f"the folder {path.parent} cannot be written")
     return path
+
+
+def _differ(*paths: str | Path | None) -> None:
+    """Refuses one file for two purposes: nothing that was measured or read is overwritten."""
+    files = [Path(path).resolve() for path in paths if path is not None]
+    if twice := [path for path in files if files.count(path) > 1]:
+        raise typer.BadParameter(f"{twice[0]} is given twice: give another file")
 
 
 JsonOption = Annotated[
@@ -268,7 +279,7 @@ def compare(
         int, typer.Option(min=0, help="Tokens to decode after 1,024, to see what that does.")
     ] = 0,
     context: Annotated[
-        int | None, typer.Option(min=2, help="Tokens read before a text is fed; 7936.")
+        int | None, typer.Option(min=128, help="Tokens read before a text is fed; 7936.")
     ] = None,
     tokens: Annotated[
         int | None, typer.Option(min=2, help="Tokens of a text that are then fed; 128.")
@@ -278,10 +289,12 @@ def compare(
         typer.Option(help="Tokens per KV head, or shares of the context; 16,64,256."),
     ] = None,
     policies: Annotated[str, typer.Option(help="all, or some like quest,icecache.")] = "all",
-    task_context: Annotated[int, typer.Option(min=2, help="Tokens before a question.")] = 4096,
+    task_context: Annotated[int, typer.Option(min=128, help="Tokens before a question.")] = 4096,
     instances: Annotated[int, typer.Option(min=1, help="Questions per task.")] = 5,
     chains: Annotated[int, typer.Option(min=1, help="Worked answers that are fed.")] = 8,
-    seed: Annotated[int, typer.Option(min=0, help="Of questions, trees and samples.")] = 0,
+    seed: Annotated[
+        int, typer.Option(min=0, max=2**31 - 1, help="Of questions, trees and samples.")
+    ] = 0,
     rope_theta: Annotated[
         float | None,
         typer.Option(min=1, help="Replaces the model's, for longer contexts; 300000 for 16k."),
@@ -314,16 +327,18 @@ def compare(
     from icecache.policies import POLICIES
     from icecache.report import write_report
 
+    _differ(json, report, gsm8k, *(text or []))
     length = context or (2048 if quick else 7936)
+    usual = "16,64" if quick else "16,64,256"
     asked = bool(text or task or gsm8k or drift)
     campaign = Campaign(
         model=model,
         texts=text or ([] if asked else list(TEXTS[:1] if quick else TEXTS)),
-        tasks=_names(task or "", TASKS),
+        tasks=[] if task is None else _names(task, TASKS, "--task"),
         context=length,
         tokens=tokens or (48 if quick else 128),
-        budgets=_budgets(budgets or ("16,64" if quick else "16,64,256"), length),
-        policies=_names(policies, POLICIES),
+        budgets=_budgets(usual if budgets is None else budgets, length),
+        policies=_names(policies, POLICIES, "--policies"),
         task_context=task_context,
         instances=instances,
         gsm8k=None if gsm8k is None else str(gsm8k),
@@ -360,6 +375,7 @@ def report_command(
     from icecache.eval.comparison import Comparison
     from icecache.report import write_report
 
+    _differ(comparison, out)
     write_report(Comparison.read(comparison), out)
 
 
@@ -621,11 +637,14 @@ def _progress() -> Progress:
     return Bars(*columns, TimeElapsedColumn(), console=Console(stderr=True), transient=True)
 
 
-def _names(values: str, known: Iterable[str]) -> list[str]:
+def _names(values: str, known: Iterable[str], option: str) -> list[str]:
     """`a,b`, or all that are known."""
     if values.strip() == "all":
         return list(known)
-    return [value.strip() for value in values.split(",") if value.strip()]
+    names = [value.strip() for value in values.split(",")]
+    if not all(names):
+        raise typer.BadParameter(f"{values!r} is not a list of names", param_hint=option)
+    return names
 
 
 def _budgets(values: str, context: int) -> list[int]:
@@ -633,6 +652,8 @@ def _budgets(values: str, context: int) -> list[int]:
     shares = [value.strip().endswith("%") for value in values.split(",")]
     numbers = _numbers(values.replace("%", ""), float, "--budgets")
     pairs = zip(numbers, shares, strict=True)
+    if not all(math.isfinite(number) and number < 2**31 for number in numbers):
+        raise typer.BadParameter(f"{values!r} has a budget without end", param_hint="--budgets")
     budgets = [round(number * context / 100 if share else number) for number, share in pairs]
     if min(budgets) < 1:
         raise typer.BadParameter(f"{values!r} has a budget below 1", param_hint="--budgets")

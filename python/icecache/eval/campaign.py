@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 from icecache.eval import texts
@@ -25,7 +26,7 @@ from icecache.policies import POLICIES
 
 _ROOM = 160
 """Positions after a context for a question and its answer."""
-ALIKE = ("model", "rope_theta", "seed", "options", "versions")
+ALIKE = ("model", "rope_theta", "weights", "seed", "options", "versions")
 """Settings that all rows of a result file share."""
 
 
@@ -87,9 +88,10 @@ class Campaign:
         chains = [len(passage.context) + len(passage.fed) for passage in passages]
         check_model(model, max(self.positions(), *chains, 0))
 
-        read = {passage.name: _digest(passage.context + passage.fed) for passage in passages}
+        read = {p.name: _digest([p.context, p.fed, p.scored]) for p in passages}
         read |= {f"drift, {drifting[0]}": _digest(drifting[1])} if drifting else {}
-        ledger = Ledger(path, self._config(read), ALIKE)
+        config = self._config(read) | {"weights": _digest([_sample(p) for p in model.parameters()])}
+        ledger = Ledger(path, config, ALIKE)
         runs = self.runs()
         compare_texts(model, passages, runs, ledger, progress)
         compare_tasks(model, questions, runs, ledger, progress)
@@ -129,5 +131,10 @@ def _content(name: str) -> tuple[str, str]:
     return (name, texts.built_in(name)) if name in texts.TEXTS else texts.read_text(Path(name))
 
 
-def _digest(ids: Sequence[int]) -> str:
-    return hashlib.sha256(repr(list(ids)).encode()).hexdigest()[:16]
+def _sample(weights: torch.Tensor) -> list[float]:
+    """A few of them, by which to tell one model from another."""
+    return [float(weight) for weight in weights.flatten()[:: max(1, weights.numel() // 16)]]
+
+
+def _digest(read: Sequence[Any]) -> str:
+    return hashlib.sha256(repr(read).encode()).hexdigest()[:16]

@@ -30,6 +30,8 @@ CHUNK = 16
 """Tokens fed at a time."""
 _ALONE = 16
 """Tokens at the end of a text that are fed one by one, to tell what a step costs."""
+_TOLERANCE = 0.05
+"""Of equal bytes."""
 _WATCH_EVERY = 4
 """Chunks, of which the last position of one is compared head by head."""
 
@@ -106,33 +108,35 @@ class _Text:
         known = self._ledger.text_row(self._passage.name, run.policy, budget, equal)
         if known is not None:
             return known
+        row, heads = self._measured(run, budget, equal)
+        self._ledger.add(texts=[row], heads=heads)
+        return row
+
+    def _measured(self, run: Run, budget: int | None, equal: str) -> tuple[TextRow, list[HeadRow]]:
         if self._context is None:
             self._context = read_context(self._model, self._passage.context, self._progress)
         if self._reference is None:
             self._reference = self._feed(Decoder(self._model, self._context, FULL)).log_probs
         fed = self._feed(Decoder(self._model, self._context, run))
         row = self._row(run, budget, equal, fed)
-        heads = []
-        if equal == "tokens":
-            heads = [
-                HeadRow(
-                    policy=run.policy,
-                    budget=budget,
-                    text=self._passage.name,
-                    layer=layer,
-                    head=head,
-                    mass=fmean(float(at[layer][0][head]) for at in fed.heads),
-                    error=fmean(float(at[layer][1][head]) for at in fed.heads),
-                )
-                for layer, (mass, _) in enumerate(fed.heads[0])
-                for head in range(len(mass))
-            ]
-        self._ledger.add(texts=[row], heads=heads)
-        return row
+        heads = [
+            HeadRow(
+                policy=run.policy,
+                budget=budget,
+                text=self._passage.name,
+                layer=layer,
+                head=head,
+                mass=fmean(float(at[layer][0][head]) for at in fed.heads),
+                error=fmean(float(at[layer][1][head]) for at in fed.heads),
+            )
+            for layer, (mass, _) in enumerate(fed.heads[0])
+            for head in range(len(mass))
+        ]
+        return row, heads
 
     def measure_at_equal_bytes(self, policy: str, icecache: Run) -> None:
-        """`policy` at the budget with which it reads as much as `icecache`; nothing if it reads
-        more at any budget."""
+        """`policy` at a budget with which it reads as much as `icecache`, to 5 % if three attempts
+        find it; nothing if, a token more being one key and one value, it reads more at any."""
         wanted = self.measure(icecache, icecache.budget, "tokens").read_bytes
         run = replace(icecache, policy=policy)
         mine = self.measure(run, icecache.budget, "tokens").read_bytes
@@ -140,8 +144,19 @@ class _Text:
         per_token = full.read_bytes / full.exact_tokens
         assert icecache.budget is not None
         spent = icecache.budget + round((wanted - mine) / per_token)
-        if spent >= 1:
-            self.measure(replace(run, budget=spent), icecache.budget, "bytes")
+        if spent < 1 or self._ledger.text_row(self._passage.name, policy, icecache.budget, "bytes"):
+            return
+        found = []
+        for _ in range(3):
+            found.append(self._measured(replace(run, budget=spent), icecache.budget, "bytes")[0])
+            read = found[-1].read_bytes
+            if abs(read - wanted) <= _TOLERANCE * wanted or read == mine:
+                break
+            per_token = (read - mine) / (spent - icecache.budget)
+            spent = max(1, icecache.budget + round((wanted - mine) / per_token))
+            if spent in {row.spent for row in found}:
+                break
+        self._ledger.add(texts=[min(found, key=lambda row: abs(row.read_bytes - wanted))])
 
     def _feed(self, decoder: Decoder) -> _Fed:
         fed = self._passage.fed

@@ -1,5 +1,6 @@
 """What a comparison of policies measured, as rows, and their file.
 
+What a step costs is the mean over the last 16 tokens of a text, which are fed one by one.
 Bytes count the rows of a cache of the model's dtype; a mean, bound or code of a token counts as the
 part of a row that it takes. They are those of one decoded position, all layers together, whichever
 machine holds them.
@@ -26,7 +27,7 @@ class TextRow:
     """Tokens beyond sink and window, per KV head; None where it makes no difference."""
     equal: str
     """What `budget` stands for. "tokens": the policy attends to so many exactly. "bytes": it has
-    the budget at which it reads as much as icecache does at `budget`."""
+    a budget at which it reads as much as icecache does at `budget`, or nearly: see `read_bytes`."""
     spent: int | None
     """The budget that it ran with."""
     text: str
@@ -41,7 +42,7 @@ class TextRow:
     """Share of positions with the same most probable token as full attention."""
     exact_tokens: float
     """Tokens attended exactly per KV head (sink and window counted, the union over the query heads
-    of a group), mean over positions and layers."""
+    of a group), mean over layers."""
     read_bytes: float
     """Read by a step, to find what to attend to and to attend."""
     moved_bytes: float
@@ -134,8 +135,10 @@ class Comparison:
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
             rows = {name: [kind(**row) for row in found[name]] for name, kind in _KINDS.items()}
+            if not isinstance(found["config"], dict):
+                raise TypeError("its config is no mapping")
             return cls(config=found["config"], **rows)
-        except (OSError, ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise EvalError(f"{path} holds no comparison: {error}") from error
 
 

@@ -71,17 +71,21 @@ def _solution(answer: str) -> str:
 
 def _read(path: Path) -> list[tuple[str, str]]:
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise EvalError(f"cannot read {path}: {error}") from error
     problems = []
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             problem = json.loads(line)
             question, answer = (problem[field] for field in _FIELDS)
+            if not (isinstance(question, str) and isinstance(answer, str)):
+                raise TypeError("expected two texts")
         except (ValueError, TypeError, KeyError) as error:
             raise EvalError(
                 f"line {number} of {path} is not a JSON object with {' and '.join(_FIELDS)}"
             ) from error
-        problems.append((str(question).strip(), str(answer).strip()))
+        problems.append((question.strip(), answer.strip()))
     return problems

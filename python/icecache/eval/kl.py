@@ -100,9 +100,12 @@ def compare(
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor) -> float:
-    """KL(p || q) of two distributions of the next token, `[vocabulary]`, in nats."""
+    """KL(p || q) of two distributions of the next token, `[vocabulary]`, in nats.
+
+    Never below 0, as rounding would have it for equal ones.
+    """
     log_p, log_q = log_p.double(), log_q.double()
-    return float((log_p.exp() * (log_p - log_q)).sum())
+    return max(0.0, float((log_p.exp() * (log_p - log_q)).sum()))
 
 
 def standard_error(values: Sequence[float]) -> float:

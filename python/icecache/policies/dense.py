@@ -212,12 +212,16 @@ class DenseLayer:
         token = torch.arange(n)
         logits = (grouped.flatten(1, 2) @ k.float().mT).reshape(*grouped.shape[:3], n)
         logits.masked_fill_(token > position, -torch.inf)
-        window = (position + 1 - self.config.window_tokens - WINDOW_SLACK).clamp(min=self._window)
+        window = torch.tensor([[self._window_start(n - t + i + 1)] for i in range(t)])
         middle = (token >= self.config.sink_tokens) & (token < window) & (token <= position)
         at = Positions(grouped, k, v, logits, middle)
         out = self._attend(at).reshape(self.num_q_heads, t, self.head_dim).to(q.dtype)
         self._steps += t
         return out
+
+    def _window_start(self, n: int) -> int:
+        """Of the window of the last of `n` positions."""
+        return max(self._window, n - self.config.window_tokens - WINDOW_SLACK)
 
     def _attend(self, at: Positions) -> torch.Tensor:
         """Outputs f32 `[kv_heads, group, t, head_dim]`, and the statistics of the last position."""
@@ -310,7 +314,7 @@ class DenseLayer:
         return LayerStats(
             seq_len=self._seq_len,
             sink_tokens=sink,
-            window_tokens=self._seq_len - max(self._window, sink),
+            window_tokens=self._seq_len - max(sink, self._window_start(self._seq_len)),
             tree_tokens=0,
             pages=0,
             mean_page_fill=0.0,

@@ -42,7 +42,7 @@ class SnapKVLayer(DenseLayer):
         attention: `[kv_heads, group, voters, n]`. Returns bool `[kv_heads, tokens]`.
         """
         later = int(LATER * self.config.token_budget)
-        end = max(0, end - later)
+        end = min(max(0, end - later), attention.shape[-1])
         votes = attention.sum(dim=(1, 2))
         votes = functional.avg_pool1d(votes, KERNEL, stride=1, padding=KERNEL // 2)[:, :end]
         allowed = torch.arange(end) >= self.config.sink_tokens

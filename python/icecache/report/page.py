@@ -48,7 +48,11 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
     look = panels.looks(comparison)
     contests = {
         equal: [
-            (f"{budget:,}", summary.standing(ranked))
+            (
+                f"{budget:,}",
+                summary.standing(ranked),
+                summary.left_out(means, config, budget, equal),
+            )
             for budget in summary.budgets(texts)
             if (ranked := summary.contestants(means, config, budget, equal))
         ]
@@ -63,8 +67,9 @@ def _facts(comparison: Comparison) -> dict[str, Any]:
             if key not in ("policies", "command", "versions")
         ),
         "full_read": any(row.policy == summary.FULL and row.read_bytes > 0 for row in texts),
-        "texts": list(dict.fromkeys(row.text for row in texts)),
+        "texts": {row.text: row.positions for row in texts},
         "kept_kl": f"{summary.KEPT_KL:g}",
+        "missing": summary.missing(comparison),
         "keepers": summary.keepers(comparison, means),
         "costs": summary.costs(means),
         "contests": contests,

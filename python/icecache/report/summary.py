@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from statistics import fmean
+from statistics import fmean, median
 from typing import Any, TypeVar
 
 from icecache.eval.comparison import Comparison, DriftRow, TaskRow, TextRow
@@ -15,6 +15,8 @@ FULL = "full"
 ICECACHE = "icecache"
 OWN = (ICECACHE, "icecache-reuse")
 """icecache and its variants: the next best policy is one that is none of them."""
+_SAME = 1e-6
+"""KL of rounding."""
 KEPT_KL = 0.01
 """A policy keeps the answers if its mean KL is at most this, in nats."""
 
@@ -52,6 +54,8 @@ class TaskMean:
 
 
 Row = TypeVar("Row", Mean, TextRow)
+_SPENT = 1.25
+"""A policy that attends to so many times what the median one does is not at equal tokens."""
 
 
 def is_deployable(config: Mapping[str, Any], policy: str) -> bool:
@@ -115,12 +119,49 @@ def kept_from(found: Sequence[Mean]) -> Mean | None:
 def contestants(
     rows: Sequence[Row], config: Mapping[str, Any], budget: int, equal: str
 ) -> list[Row]:
-    """Deployable policies at `budget`, the best first; icecache is its own measure of bytes."""
+    """Deployable policies at `budget`, the best first; icecache is its own measure of bytes. At
+    equal tokens without those that attend to more."""
     found = [row for row in rows if row.budget == budget and row.equal == equal]
     if found and equal == "bytes" and ICECACHE not in {row.policy for row in found}:
         found += [row for row in rows if (row.policy, row.budget) == (ICECACHE, budget)]
     fit = [row for row in found if is_deployable(config, row.policy) and math.isfinite(row.kl)]
+    if fit and equal == "tokens":
+        most = _SPENT * median(row.exact_tokens for row in fit)
+        fit = [row for row in fit if row.exact_tokens <= most]
     return sorted(fit, key=lambda row: row.kl)
+
+
+def left_out(
+    rows: Sequence[Mean], config: Mapping[str, Any], budget: int, equal: str
+) -> str | None:
+    """Who is not in a ranking, and why."""
+    at_tokens = [row for row in rows if (row.budget, row.equal) == (budget, "tokens")]
+    ranked = {row.policy for row in contestants(rows, config, budget, equal)}
+    others = [r for r in at_tokens if is_deployable(config, r.policy) and r.policy not in ranked]
+    if not others:
+        return None
+    if equal == "bytes":
+        return f"Read more at any budget, or not measured: {listed([r.policy for r in others])}."
+    each = [
+        f"{row.policy} ({row.exact_tokens:,.0f} tokens)" if math.isfinite(row.kl) else row.policy
+        for row in others
+    ]
+    return f"Attend to more than the budget, or have no KL: {listed(each)}."
+
+
+def missing(comparison: Comparison) -> str | None:
+    """What a comparison that was stopped lacks: rows of some texts that others have."""
+    texts = dict.fromkeys(row.text for row in comparison.texts)
+    cells = {(r.policy, r.budget) for r in comparison.texts if r.equal == "tokens"}
+    has = {(r.text, r.policy, r.budget) for r in comparison.texts if r.equal == "tokens"}
+    lacking = [text for text in texts if any((text, *cell) not in has for cell in cells)]
+    if not lacking:
+        return None
+    return (
+        f"Incomplete: {len(has)} of {len(cells) * len(texts)} rows are there. Not all policies and "
+        f"budgets were measured on {listed(lacking)}. What is said of means below is said of those "
+        "that were measured on every text."
+    )
 
 
 def standing(ranked: Sequence[Mean]) -> str:
@@ -128,6 +169,8 @@ def standing(ranked: Sequence[Mean]) -> str:
     best = ranked[0]
     text = f"{best.policy} is best, KL {with_error(best.kl, best.kl_stderr)}"
     other = _other(ranked)
+    if ranked[-1].kl < _SAME:
+        return "all are full attention."
     if other is None:
         return f"{text}; there is nothing to compare it with."
     has = with_error(other.kl, other.kl_stderr)
@@ -156,7 +199,7 @@ def pairs(comparison: Comparison, equal: str) -> str | None:
         for budget in budgets(here):
             ranked = contestants(here, comparison.config, budget, equal)
             mine = next((row for row in ranked if row.policy == ICECACHE), None)
-            if mine is None or len(ranked) < 2:
+            if mine is None or len(ranked) < 2 or ranked[-1].kl < _SAME:
                 continue
             if ranked[0].kl == mine.kl:
                 ahead += 1

@@ -205,6 +205,39 @@ def test_means_are_over_all_texts_or_none(show):
     assert "quest is at 64 tokens on a, 20 times" in page.sections["summary"]
 
 
+def test_rows_that_are_missing_are_said_to_be(show):
+    rows = [text_row("icecache", 64, 0.02, text=text) for text in ("a", "b")]
+    quest = [text_row("quest", 64, 0.5, text=text) for text in ("a", "b")]
+    assert "Incomplete" not in show(compare(*rows, *quest)).sections["summary"]
+    summary = show(compare(*rows, *quest[:1])).sections["summary"]
+    assert "Incomplete: 3 of 4 rows are there." in summary
+    assert "not all policies and budgets were measured on b" in summary.lower()
+
+
+def test_who_attends_to_more_is_not_ranked_at_equal_tokens(show):
+    rows = [text_row(name, 64, kl) for name, kl in (("icecache", 0.02), ("quest", 0.5))]
+    more = text_row("omnikv", 64, 0.001, exact_tokens=1500.0)
+    summary = show(compare(FULL_ROW, *rows, more)).sections["summary"]
+    assert "icecache is best, KL 0.0200" in summary
+    assert "omnikv (1,500 tokens)" in summary
+    assert "icecache has the lowest KL of all deployable policies in 1 of 1 pairs" in summary
+
+
+def test_who_reads_more_at_any_budget_is_named(show):
+    rows = [text_row(name, 64, 0.5) for name in ("pages", "quest")]
+    other = text_row("quest", 64, 0.08, equal="bytes", spent=9)
+    summary = show(compare(text_row("icecache", 64, 0.02), *rows, other)).sections["summary"]
+    said = summary.partition("At equal bytes read")[2]
+    assert "Read more at any budget, or not measured: pages." in said
+
+
+def test_a_tie_is_none_s_victory(show):
+    rows = [text_row(name, 64, 0.0) for name in ("icecache", "quest")]
+    summary = show(compare(*rows)).sections["summary"]
+    assert "all are full attention" in summary
+    assert "is best" not in summary and "lowest KL" not in summary
+
+
 def task_row(policy, task, right, logprob, *, full_right=True, instance=0, budget=64):
     return TaskRow(
         policy=policy, budget=budget, task=task, instance=instance, context=4000, right=right,

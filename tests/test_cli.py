@@ -212,7 +212,7 @@ def test_compare_refuses_wrong_options(model, options, error):
         (("--task", "chess"), "the task must be one of .* got 'chess'"),
         (("--text", "nothing.txt"), "cannot read nothing.txt"),
         (("--gsm8k", "nothing.jsonl"), "cannot read nothing.jsonl"),
-        (("--context", "5000"), "5048 positions are needed, the model has 4096"),
+        (("--context", "5000"), "5040 positions are needed, the model has 4096"),
         (("--drift", "4000"), "5024 positions are needed"),
     ],
 )

@@ -336,7 +336,7 @@ def compare(
         texts=text or ([] if asked else list(TEXTS[:1] if quick else TEXTS)),
         tasks=[] if task is None else _names(task, TASKS, "--task"),
         context=length,
-        tokens=tokens or (48 if quick else 128),
+        tokens=tokens or (40 if quick else 128),
         budgets=_budgets(usual if budgets is None else budgets, length),
         policies=_names(policies, POLICIES, "--policies"),
         task_context=task_context,

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 CHUNK = 16
 """Tokens fed at a time."""
-_ALONE = 16
+_ALONE = 8
 """Tokens at the end of a text that are fed one by one, to tell what a step costs."""
 _TOLERANCE = 0.05
 """Of equal bytes."""

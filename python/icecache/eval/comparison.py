@@ -1,6 +1,6 @@
 """What a comparison of policies measured, as rows, and their file.
 
-What a step costs is the mean over the last 16 tokens of a text, which are fed one by one.
+What a step costs is the mean over the last 8 tokens of a text, which are fed one by one.
 Bytes count the rows of a cache of the model's dtype; a mean, bound or code of a token counts as the
 part of a row that it takes. They are those of one decoded position, all layers together, whichever
 machine holds them.

@@ -116,6 +116,24 @@ def test_equal_bytes_are_equal_where_a_token_costs_more_than_itself(model, passa
         assert row.read_bytes == pytest.approx(ours.read_bytes, rel=0.1)
 
 
+def test_options_of_icecache_are_its_own_and_full_attention_is_fed_once(
+    model, passage, progress, monkeypatch
+):
+    made = []
+
+    class Listed(Decoder):
+        def __init__(self, model, context, run, **options):
+            made.append(run)
+            super().__init__(model, context, run, **options)
+
+    monkeypatch.setattr("icecache.eval.compare.Decoder", Listed)
+    runs = plan(["full", "window", "icecache"], [16], {"page_size": 5})
+    rows = measured(model, [passage], runs, progress).texts
+    assert [(row.policy, row.equal) for row in rows][-1] == ("window", "bytes")
+    assert [run.policy for run in made] == ["full", "window", "icecache", "window"]
+    assert [run.config().page_size for run in made] == [6, 6, 5, 6]
+
+
 def test_only_scored_positions_count(model, passage, progress):
     scored = [i % 3 == 0 for i in range(TOKENS)]
     some = replace(passage, scored=scored)

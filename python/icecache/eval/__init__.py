@@ -14,8 +14,6 @@ layouts   ways to lay tokens out in pages
 purity    what pages of each layout are worth
 calibration  estimated against true errors
 passkey   retrieval
-tasks     questions with right answers, from seeded generators
-gsm8k     chains of thought
 comparison, ledger  what a comparison measured, and its file
 traffic   what a policy would send to a device
 compare   every policy on texts and questions

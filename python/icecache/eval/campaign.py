@@ -4,7 +4,7 @@ drift."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -59,7 +59,10 @@ class Campaign:
 
     def runs(self) -> list[Run]:
         """Every policy at every budget, full attention first; `EvalError` for an unknown one."""
-        planned = plan(dict.fromkeys(["full", *self.policies]), self.budgets, self.options)
+        return self._plan(dict.fromkeys(["full", *self.policies]), self.budgets)
+
+    def _plan(self, policies: Iterable[str], budgets: Sequence[int]) -> list[Run]:
+        planned = plan(policies, budgets, self.options)
         return [replace(run, options={**run.options, "seed": self.seed}) for run in planned]
 
     def positions(self) -> int:
@@ -96,8 +99,7 @@ class Campaign:
         compare_texts(model, passages, runs, ledger, progress)
         compare_tasks(model, questions, runs, ledger, progress)
         if drifting:
-            (run,) = plan(["icecache"], [self.drift_budget], self.options)
-            run = replace(run, options={**run.options, "seed": self.seed})
+            (run,) = self._plan(["icecache"], [self.drift_budget])
             measure_drift(model, *drifting, run, ledger, progress)
         return ledger
 

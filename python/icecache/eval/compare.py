@@ -76,19 +76,19 @@ def compare_texts(
         for run in runs:
             text.measure(run, run.budget, "tokens")
             progress.advance(task)
-        icecache = [run for run in runs if run.policy == "icecache"]
-        others = dict.fromkeys(
-            run.policy
+        pairs = [
+            (run, icecache)
+            for icecache in runs
+            if icecache.policy == "icecache"
             for run in runs
-            if run.budget is not None
+            if run.budget == icecache.budget
             and run.policy != "icecache"
             and POLICIES[run.policy].deployable
-        )
-        progress.update(task, total=len(runs) + len(icecache) * len(others))
-        for run in icecache:
-            for policy in others:
-                text.measure_at_equal_bytes(policy, run)
-                progress.advance(task)
+        ]
+        progress.update(task, total=len(runs) + len(pairs))
+        for run, icecache in pairs:
+            text.measure_at_equal_bytes(run, icecache)
+            progress.advance(task)
         progress.remove_task(task)
 
 
@@ -101,7 +101,7 @@ class _Text:
         self._ledger = ledger
         self._progress = progress
         self._context: Prefill | None = None
-        self._reference: torch.Tensor | None = None
+        self._full: _Fed | None = None
 
     def measure(self, run: Run, budget: int | None, equal: str) -> TextRow:
         """The row of `run`, measured unless the ledger has it; `budget` and `equal` as there."""
@@ -115,9 +115,11 @@ class _Text:
     def _measured(self, run: Run, budget: int | None, equal: str) -> tuple[TextRow, list[HeadRow]]:
         if self._context is None:
             self._context = read_context(self._model, self._passage.context, self._progress)
-        if self._reference is None:
-            self._reference = self._feed(Decoder(self._model, self._context, FULL)).log_probs
-        fed = self._feed(Decoder(self._model, self._context, run))
+        if self._full is None:
+            self._full = self._feed(Decoder(self._model, self._context, FULL))
+        fed = self._full
+        if run.policy != FULL.policy:
+            fed = self._feed(Decoder(self._model, self._context, run))
         row = self._row(run, budget, equal, fed)
         heads = [
             HeadRow(
@@ -134,26 +136,29 @@ class _Text:
         ]
         return row, heads
 
-    def measure_at_equal_bytes(self, policy: str, icecache: Run) -> None:
-        """`policy` at a budget with which it reads as much as `icecache`, to 5 % if three attempts
-        find it; nothing if, a token more being one key and one value, it reads more at any."""
-        wanted = self.measure(icecache, icecache.budget, "tokens").read_bytes
-        run = replace(icecache, policy=policy)
-        mine = self.measure(run, icecache.budget, "tokens").read_bytes
+    def measure_at_equal_bytes(self, run: Run, icecache: Run) -> None:
+        """The policy of `run` at a budget with which it reads as much as `icecache` at the budget
+        of both, to 5 % if three attempts find it; nothing if, a token more being one key and one
+        value, it reads more at any."""
+        budget = run.budget
+        assert budget is not None
+        if self._ledger.text_row(self._passage.name, run.policy, budget, "bytes"):
+            return
+        wanted = self.measure(icecache, budget, "tokens").read_bytes
+        mine = self.measure(run, budget, "tokens").read_bytes
         full = self.measure(FULL, None, "tokens")
         per_token = full.read_bytes / full.exact_tokens
-        assert icecache.budget is not None
-        spent = icecache.budget + round((wanted - mine) / per_token)
-        if spent < 1 or self._ledger.text_row(self._passage.name, policy, icecache.budget, "bytes"):
+        spent = budget + round((wanted - mine) / per_token)
+        if spent < 1:
             return
         found = []
         for _ in range(3):
-            found.append(self._measured(replace(run, budget=spent), icecache.budget, "bytes")[0])
+            found.append(self._measured(replace(run, budget=spent), budget, "bytes")[0])
             read = found[-1].read_bytes
             if abs(read - wanted) <= _TOLERANCE * wanted or read == mine:
                 break
-            per_token = (read - mine) / (spent - icecache.budget)
-            spent = max(1, icecache.budget + round((wanted - mine) / per_token))
+            per_token = (read - mine) / (spent - budget)
+            spent = max(1, budget + round((wanted - mine) / per_token))
             if spent in {row.spent for row in found}:
                 break
         self._ledger.add(texts=[min(found, key=lambda row: abs(row.read_bytes - wanted))])
@@ -183,9 +188,9 @@ class _Text:
         return _Fed(torch.cat(log_probs), heads, costs)
 
     def _row(self, run: Run, budget: int | None, equal: str, fed: _Fed) -> TextRow:
-        assert self._reference is not None
+        assert self._full is not None
         scored = torch.tensor(self._passage.scored)
-        full, mine = self._reference[scored], fed.log_probs[scored]
+        full, mine = self._full.log_probs[scored], fed.log_probs[scored]
         divergences = [divergence(p, q) for p, q in zip(full, mine, strict=True)]
         targets = torch.tensor(self._passage.targets)[scored]
         loss = -mine.gather(1, targets[:, None]).double().mean()
